@@ -150,7 +150,8 @@ class Plan:
 
     def _claim(self) -> None:
         """Claim an older run, look that no job works on it, and write the note by which this start
-        can be undone. Raise UsageError as `write`, and OSError where the disk refuses."""
+        can be undone. Raise UsageError where another process starts the run, a job works on it or
+        may, or its newest checkpoint is of another version; and OSError where the disk refuses."""
         claim_start(self.run)  # `backends.start` releases it
         check_idle(self.run, self.is_forced)
         if not self.is_fresh:

@@ -204,8 +204,8 @@ def plan_continuation(
 
 def _read_spec(run: RunFolder) -> JobSpec:
     """Return a run's job. Settings in its job.json that this version of hpc-ddp does not know are
-    left out, and named on stderr. Raises as `JobSpec.from_json`, and OSError where the file can't
-    be read."""
+    left out, and named on stderr. Raise UsageError where job.json is broken, and OSError where it
+    can't be read."""
     text = run.job_json.read_bytes()
     spec = JobSpec.from_json(text)
     if unknown := sorted(parse_object(text).keys() - FIELDS):
@@ -259,7 +259,7 @@ def _with_fields(spec: JobSpec, changed: Mapping[str, Any]) -> JobSpec:
 
 
 def _check_script(spec: JobSpec, hint: str) -> None:
-    """Raise UsageError where the job's script is gone."""
+    """Raise UsageError, with this hint, where the job's script is gone."""
     if not (spec.module or spec.no_python or spec.program.is_file()):
         raise UsageError(f"script {spec.script!r} does not exist any more", hint=hint)
 

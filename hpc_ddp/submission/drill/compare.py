@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 from hpc_ddp.core.journal.events import DrillRecord
 
@@ -181,15 +181,23 @@ def _difference_at_end(pairs: Sequence[Pair]) -> float | None:
     return _distance([pair for pair in pairs if pair[1].step == last_step], "weights")
 
 
-def _key(record: DrillRecord) -> tuple[Any, ...]:
-    """Return what records of the same moment have in common: rank and position. A start has the
+class _Key(NamedTuple):
+    """The rank and the position, which records of the same moment have in common. A start has the
     position of its checkpoint."""
-    return record.rank, record.step, record.epoch, record.samples
+
+    rank: int
+    step: int
+    epoch: int
+    samples: int
 
 
-def _by_moment(base: Sequence[DrillRecord]) -> dict[tuple[Any, ...], DrillRecord]:
+def _key(record: DrillRecord) -> _Key:
+    return _Key(record.rank, record.step, record.epoch, record.samples)
+
+
+def _by_moment(base: Sequence[DrillRecord]) -> dict[_Key, DrillRecord]:
     """Return records by their `_key`, the first of each."""
-    by_moment: dict[tuple[Any, ...], DrillRecord] = {}
+    by_moment: dict[_Key, DrillRecord] = {}
     for record in base:  # the end may be the moment of a step, which has more to compare
         by_moment.setdefault(_key(record), record)
     return by_moment
@@ -205,9 +213,9 @@ def _nearest(base: Sequence[DrillRecord], record: DrillRecord) -> DrillRecord | 
     return next((r for r in steps if r.step == record.step), steps[-1])
 
 
-def _moment(record: DrillRecord) -> tuple[Any, ...]:
+def _moment(record: DrillRecord) -> tuple[int, str, _Key]:
     """Return what is equal for the records of all ranks at one moment of an attempt."""
-    return record.attempt, record.at, *_key(record)[1:]
+    return record.attempt, record.at, _key(record)._replace(rank=0)
 
 
 def _values(record: DrillRecord) -> dict[str, str]:
@@ -246,7 +254,7 @@ def _distance(pairs: Sequence[Pair], size: str) -> float | None:
     return max(distances, default=None)
 
 
-def _is_number(scalar: Any) -> bool:
+def _is_number(scalar: object) -> bool:
     return isinstance(scalar, (int, float)) and not isinstance(scalar, bool)
 
 

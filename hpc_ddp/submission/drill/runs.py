@@ -180,7 +180,8 @@ class _Drill:
         equal.
 
         `base` are the undisturbed run's records; `end` is the step to end at, None: with the
-        script. Raise UsageError and OSError as `drill`.
+        script. Raise UsageError where a folder can't be written, or the script does not call
+        start(), and OSError where a log or journal can't be read or a process not be started.
         """
         prepared = self._write_run("disturbed", self._base)
         run, before = prepared.run, ""
@@ -222,8 +223,7 @@ class _Drill:
         A difference before the first disturbance is the script's own ("unsteady"); one right at an
         attempt's start is the resume's ("wrong"). For any other one the undisturbed run is played
         once more, until that step, to tell which of both it is. `base` are the undisturbed run's
-        records; `before` is the disturbance before the difference, in words. Raise UsageError and
-        OSError as `drill`.
+        records; `before` is the disturbance before the difference, in words. Raises as `_disturb`.
         """
         report = self._result
         if difference.is_rounding:

@@ -156,26 +156,32 @@ def take_directives(directives: Directives, result: Conversion, file: str = "") 
         elif looks_secret(text):
             group, reason = LOST, f"it has what looks like a secret: submit --sbatch=--{name}=…"
         result.mark(line, line, group, reason or text)
-        if group != TAKEN or name in _LATER or pairs or is_of_pyxis(name):
-            continue
-        if name in ("output", "error", "job-name", "chdir", "array") or name in _OWN_KEYS:
-            result.values[name] = operand, line
-        elif name == "exclusive" and not operand:
-            result.values[name] = True, line
-        elif name == "signal":
-            result.values[name] = operand.partition(":")[2] or operand, line
-        elif name == "no-requeue":
-            result.values["max-requeues"] = 0, line
-        else:
-            result.append("sbatch", text, line)
-        if "singleton" in operand:
-            result.note(line, f"{text}: a run goes on by itself, by one submit")
-        if name in ("output", "error") and "%x" in operand and file:
-            result.values.setdefault("job-name", (file, line))
+        if group == TAKEN and not (name in _LATER or pairs or is_of_pyxis(name)):
+            _take_option(name, operand, line, result, file)
     for line, mark in directives.marks.items():
         result.mark(line, line, *mark)
     for line, reason in directives.replaced:
         result.mark(line, line, OURS, reason)
+
+
+def _take_option(name: str, operand: str, line: int, result: Conversion, file: str) -> None:
+    """Put one option of sbatch into a conversion: under its own key, or as a raw option. `file` is
+    as in `take_directives`."""
+    text = f"--{name}={operand}" if operand else f"--{name}"
+    if name in ("output", "error", "job-name", "chdir", "array") or name in _OWN_KEYS:
+        result.values[name] = operand, line
+    elif name == "exclusive" and not operand:
+        result.values[name] = True, line
+    elif name == "signal":
+        result.values[name] = operand.partition(":")[2] or operand, line
+    elif name == "no-requeue":
+        result.values["max-requeues"] = 0, line
+    else:
+        result.append("sbatch", text, line)
+    if "singleton" in operand:
+        result.note(line, f"{text}: a run goes on by itself, by one submit")
+    if name in ("output", "error") and "%x" in operand and file:
+        result.values.setdefault("job-name", (file, line))
 
 
 def take_tasks(directives: Directives, result: Conversion, texts: Sequence[str]) -> None:
@@ -197,7 +203,7 @@ def take_tasks(directives: Directives, result: Conversion, texts: Sequence[str])
 
 def _exported(operand: str) -> list[tuple[str, str | None]]:
     """Return the variables that an operand of ``--export`` names, with their values; None stands
-    for the value in the shell that submits."""
+    for the value in the shell that submits. ``ALL,A=1,B`` has ("A", "1") and ("B", None)."""
     words = re.findall(r"(?:^|,)(\w+)(=('[^']*'|\"[^\"]*\"|[^,]*))?", operand)
     return [
         (name, content.strip("'\"") if sign else None)

@@ -191,29 +191,42 @@ class Launch:
             elif kind in "=!":
                 self.settings[key] = [operand if operand and kind == "=" else word]
             elif kind in "+&%":
-                option = literal(f"--{name}", word.line)
-                behind = None if is_inside else operand
-                parts = {"+": [joined(f"--{name}=", operand) if operand else option],
-                         "&": [word, behind] if behind else [word],
-                         "%": [joined(word, " ", behind) if behind else word]}  # fmt: skip
-                self.add(key, *(part for part in parts[kind] if part))
+                self._add_option(kind, key, name, word, operand, is_inside)
             elif use != "later" and key not in ("workers", "cpus"):
                 self.mark(word.line, OURS, f"{launcher} --{name}")
             if kind == "#":
-                number = scope.number(operand)
-                setattr(self, key, number)
-                if (
-                    operand
-                    and number is None
-                    and key[:2] in ("no", "ta", "pr")
-                    and not _KNOWN(operand.text)
-                ):
-                    text = f"{launcher} --{name}: only the job knows it: nodes, nproc-per-node = N"
-                    self.mark(word.line, LOST, text)
+                self._set_number(key, operand, scope, word.line, f"{launcher} --{name}")
             if operand and re.match(r"gres|gpus", name):
                 self.gpus[name] = operand.text
             self.node_words |= name == "nodelist"
         return remaining[1:] if remaining and remaining[0].text == "--" else remaining
+
+    def _add_option(
+        self, kind: str, key: str, name: str, word: Word, operand: Word | None, is_inside: bool
+    ) -> None:
+        """Add an option `name` to the list of `key` in the form of `kind` (``+``, ``&`` or ``%``,
+        as in `take_options`). `word` is the option as it is written, with its `operand` if
+        `is_inside`."""
+        behind = None if is_inside else operand
+        if kind == "+":
+            option = literal(f"--{name}", word.line)
+            self.add(key, joined(f"--{name}=", operand) if operand else option)
+        elif kind == "%":
+            self.add(key, joined(word, " ", behind) if behind else word)
+        else:
+            self.add(key, *([word, behind] if behind else [word]))
+
+    def _set_number(
+        self, key: str, operand: Word | None, scope: Scope, line: int, option: str
+    ) -> None:
+        """Set the attribute `key` to the number of an operand, None where only the job knows it. A
+        number of nodes, tasks or processes is then lost; `option` is named in the reason."""
+        number = scope.number(operand)
+        setattr(self, key, number)
+        is_counted = key[:2] in ("no", "ta", "pr")
+        if operand and number is None and is_counted and not _KNOWN(operand.text):
+            text = f"{option}: only the job knows it: nodes, nproc-per-node = N"
+            self.mark(line, LOST, text)
 
     def take_from(self, outer: Launch) -> None:
         """Add to this launch what the launch around it says, as srun's options before ``bash -c``.
@@ -283,8 +296,8 @@ class Statement:
         return syntax.names_needed(self.text, self.name)
 
     def ends_only(self, processes: set[str]) -> bool:
-        """Return whether the statement does no more than end processes, all of which are among
-        `processes`, the variables that have their numbers."""
+        """Return whether the statement does no more than end processes, as ``kill $PID || true``,
+        all of which are among `processes`, the variables that have their numbers."""
         match = re.fullmatch(
             r"kill(?:\s+-\w+)*((?:\s+[\"']?\$\{?\w+\}?[\"']?)+)"
             r"(?:\s*(?:[12&]?>\s*/dev/null|2>&1))*(?:\s*\|\|\s*(?:true|:))?",
@@ -293,9 +306,9 @@ class Statement:
         return bool(match) and {*re.findall(r"\w+", match[1])} <= processes  # type: ignore[index]
 
     def reports_status(self, variables: set[str]) -> bool:
-        """Return whether an assignment keeps the exit code of the command before it, or another
-        statement uses that code, or one of the `variables`, only to print something or to end the
-        script."""
+        """Return whether an assignment keeps the exit code of the command before it (``rc=$?``), or
+        another statement uses that code, or one of the `variables`, only to print something or to
+        end the script (``exit $rc``)."""
         if self.name:
             return bool(re.fullmatch(r"\w+=[\"']?\$(\?|\{PIPESTATUS\[0\]\})[\"']?", self.text))
         is_asked = self.names & variables or re.search(r"\$(\?|\{PIPESTATUS)", self.text)

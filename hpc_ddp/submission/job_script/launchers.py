@@ -106,8 +106,9 @@ Handler = Callable[[list[Word], Launch, Scope], list[Word]]
 
 
 def read_launch(words: Sequence[Word], scope: Scope, step: str = "") -> Launch:
-    """Return the launch that the words of a command make; its weight is 0 where they are no launch.
-    `step` is the command that starts the tasks which run the words, '' for the batch script."""
+    """Return the launch that the words of a command make, as ``srun python train.py``; its weight
+    is 0 where they are no launch. `step` is the command that starts the tasks which run the words,
+    '' for the batch script."""
     launch, remaining = Launch(words[0].line if words else 0, step=step), list(words)
     while remaining and not launch.program and launch.inner is None:
         text = remaining[0].text

@@ -222,9 +222,9 @@ def _has_environment(launch: Launch, directives: Directives) -> bool:
 
 
 def _take_python(launch: Launch, result: Conversion, has_environment: bool) -> None:
-    """Leave the launch's ``python`` only if it has a path, or if set-up lines or the job's
-    environment bring it; hpc-ddp finds any other by itself. Add a note on each folder that a set-up
-    line puts at the end of PATH: the script's Python may be there."""
+    """Leave the launch's ``python`` only if it has a path, or if set-up lines or the image's file
+    (`has_environment`) bring it; hpc-ddp finds any other by itself. Add a note on each folder that
+    a set-up line puts at the end of PATH: the script's Python may be there."""
     python = launch.settings.pop("python", [literal("python", launch.line)])
     for text, line in result.lists.get("setup", ()):
         if launch.program and (end := _AT_THE_END.search(text)):

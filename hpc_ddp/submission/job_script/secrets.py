@@ -36,7 +36,8 @@ _OF_TOKENS = re.compile(r"(?i:(?!.*(?:secret|passw|key|auth)).*token_[a-z]\w*)[=
 
 
 def looks_secret(text: str) -> bool:
-    """Return whether a line, or a value, has the form of a secret."""
+    """Return whether a line, or a value, has the form of a secret, as ``--token=a1b2c3`` or
+    ``https://user:a1b2c3@host``."""
     return any(
         not (match["name"] and _is_word(match["name"], match["content"]))
         for match in _FORM.finditer(text)
@@ -53,7 +54,8 @@ def _is_word(name: str, content: str) -> bool:
 def is_secret(name: str, content: str | None = None) -> bool:
     """Return whether the value (`content`) of a variable or an option is a secret: it has the form
     of a secret, or the name is a secret's and the value no plain one, as a number or a path.
-    Without `content` the name alone decides."""
+    Without `content` the name alone decides. ``API_KEY`` with ``a1b2c3`` is one, with ``/a/file``
+    it is none."""
     is_named = bool(re.search(SECRET_NAME, name, re.I))
     if content is None:
         return is_named

@@ -241,8 +241,9 @@ class Sorter:
         return self._keep(statement, statement.text, is_after)
 
     def _reason(self, rules: Rules, statement: Statement, is_after: bool) -> str:
-        """Return the reason of the first rule that fits a statement, '' if none does; its text is
-        read with the functions that it needs, and with ``$0`` for the script's file name."""
+        """Return the reason of the first rule that fits a statement behind the launch (`is_after`)
+        or before it, '' if none does; its text is read with the functions that it needs, and with
+        ``$0`` for the script's file name."""
         text = "\n".join(s.text for s in with_functions(statement, self._functions))
         if self._name:
             text = re.sub(rf"(?<=[\s/\"']){re.escape(self._name)}(?=[\s\"';)]|$)", "$0", text)
@@ -284,9 +285,10 @@ class Sorter:
         )
 
     def _folder(self, statement: Statement, index: int) -> str:
-        """Return the folder of a ``cd`` if it is known, and can be the job's from its start: the
-        ``cd`` is the only one before the launch, and either no line before it names a file by a
-        relative path, or the folder is that of the job's start. '' for another statement."""
+        """Return the folder of a ``cd code || exit`` if it is known, and can be the job's from its
+        start: the ``cd`` is the only one before the launch, and either no line before it names a
+        file by a relative path, or the folder is that of the job's start. '' for another
+        statement."""
         before = self._statements[: self._at]
         moves = [s for s in before if re.search(r"(^|[\s;&])(cd|pushd|popd)\b", s.text)]
         match = re.fullmatch(r"cd (\S+?)/?(\s*\|\|\s*(exit|\{).*)?", statement.text, re.S)

@@ -156,7 +156,7 @@ class Reader:
         """Append the statement of a simple command, with its launch if it is one. A call of a
         function that launches, an ``eval`` or a ``bash -c`` with a launch give way to their own
         statements. ``cd``, ``shift`` and ``set -a`` also change what is known. `around` is the
-        pipeline or redirection around the command, `output` the file that it writes to."""
+        pipeline or redirection around the command, if any, `output` the file that it writes to."""
         before = [c for c in node.named_children if c.type == "variable_assignment"]
         kinds = ("variable_assignment", "comment", "herestring_redirect")
         nodes = [child for child in node.named_children if child.type not in kinds]

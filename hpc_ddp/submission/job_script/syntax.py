@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from hpc_ddp.core.errors import UsageError
 
 if TYPE_CHECKING:
-    from hpc_ddp.submission.job_script.shell import Scope
+    from hpc_ddp.submission.job_script.shell import Scope, Word
 
 Node = Any  # a tree_sitter.Node: the package is optional
 Branch = tuple[list[Node], list[Node]]  # the commands of its condition, and its lines
@@ -124,13 +124,8 @@ def uses_arguments(text: str, is_without: bool = False) -> bool:
 
 
 def truth_of(node: Node, scope: Scope, is_guessed: bool) -> bool | None:
-    """Return whether a condition holds; None where only the job knows, or where the condition is
-    more than one comparison.
-
-    In a test by ``-z`` or ``-n`` Slurm's variables count as set. A variable that nothing in the
-    script sets counts as unset if `is_guessed`, and is then added to ``scope.guesses``, or if it is
-    there already.
-    """
+    """Return whether a condition holds, as ``[ $N -gt 1 ]``; None where only the job knows, or
+    where the condition is more than one comparison. `is_guessed` is as in `_is_empty`."""
     text = source(node).strip()
     match = re.fullmatch(r"\[\[?(|\s.*?)\s+(==?|!=|-\w+)\s+(.*?)\s+\]\]?", text, re.S)
     is_unknown = uses_arguments(text) and scope.arguments is None
@@ -139,16 +134,8 @@ def truth_of(node: Node, scope: Scope, is_guessed: bool) -> bool | None:
     words = scope.words(commands_of(parse(f": {match[1]} {match[3]}"))[0].named_children[1:])
     texts = [word.text for word in words]
     if match[2] in ("-z", "-n") and not match[1] and len(words) < 2:
-        names = [name for word in words for name in word.names]
-        if of_slurm := {name for name in names if name.startswith("SLURM_")}:
-            is_set = not of_slurm & scope.not_set  # and then not empty
-            return is_set == (match[2] == "-n")
-        if any(scope.is_open or name in scope.values for name in names):
-            return None
-        if not is_guessed and not scope.guesses.issuperset(names):
-            return None
-        scope.guesses.update(names)
-        return (bool(names) or not any(texts)) == (match[2] == "-z")
+        is_empty = _is_empty(words, scope, is_guessed)
+        return None if is_empty is None else is_empty == (match[2] == "-z")
     if len(words) != 2 or match[2] not in _OPERATORS:
         return None
     numbers = [scope.number(word) for word in words]
@@ -157,6 +144,21 @@ def truth_of(node: Node, scope: Scope, is_guessed: bool) -> bool | None:
     if match[2].startswith("-") or not all(word.is_static for word in words):
         return None
     return bool(_OPERATORS[match[2]](*texts))
+
+
+def _is_empty(words: list[Word], scope: Scope, is_guessed: bool) -> bool | None:
+    """Return whether the words of a test by ``-z`` or ``-n``, one or none, are empty; None where
+    only the job knows. Slurm's variables count as set. A variable that nothing in the script sets
+    counts as unset if `is_guessed`, and is then added to ``scope.guesses``, or if it is there."""
+    names = [name for word in words for name in word.names]
+    if of_slurm := {name for name in names if name.startswith("SLURM_")}:
+        return bool(of_slurm & scope.not_set)  # one that is set is not empty
+    if any(scope.is_open or name in scope.values for name in names):
+        return None
+    if not is_guessed and not scope.guesses.issuperset(names):
+        return None
+    scope.guesses.update(names)
+    return bool(names) or not any(word.text for word in words)
 
 
 def commands_of(node: Node) -> list[Node]:
@@ -211,7 +213,8 @@ def running_branch(branches: list[Branch], scope: Scope, is_guessed: bool) -> in
 
 
 def set_in(node: Node) -> set[str]:
-    """Return the variables that a block may set; some of its other words may be among them."""
+    """Return the variables that a block may set, as ``N`` by ``for N in 1 2``, ``read N`` or
+    ``((N++))``; some of its other words may be among them."""
     names: set[str] = set()
     for inner in _descend(node):
         words, kind = [source(child) for child in inner.named_children], inner.type
@@ -226,7 +229,7 @@ def set_in(node: Node) -> set[str]:
 
 def sets_anything(text: str) -> bool:
     """Return whether some code may set any variable: it sources a file, evaluates a text, or sets a
-    variable by another one's value."""
+    variable by another one's value, as ``export $NAME=1``."""
     evaluates = re.search(r"\beval\s(?!.*\bconda\b)", text) or _SETS_BY_NAME.search(text)
     return bool(evaluates) or any(not _OF_SYSTEM.match(path) for path in _SOURCES.findall(text))
 
@@ -253,7 +256,8 @@ def names_needed(text: str, name: str) -> set[str]:
 
 
 def names_in(code: str) -> list[str]:
-    """Return the variables that some code mentions, also those of arithmetic."""
+    """Return the variables that some code mentions, also those of arithmetic: of ``$A $((B+1))``
+    they are A and B."""
     inside = " ".join(re.findall(r"\(\((.*?)\)\)", code, re.S))
     return re.findall(r"\$\{?[#!]?([A-Za-z_]\w*)", code) + re.findall(r"[A-Za-z_]\w*", inside)
 

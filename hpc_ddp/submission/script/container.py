@@ -73,12 +73,13 @@ def entry(spec: JobSpec, run: Path, code: Path) -> Entry:
         """Return the `words` of a tool's file with their fields filled in. A word that stands for a
         list becomes the list's words. The tool's option for the working directory is left out where
         the user sets the same option."""
-        return tuple(
-            argument
-            for word in words
-            if not (word.endswith("={workdir}") and word.partition("=")[0] in names)
-            for argument in (lists[word] if word in lists else [word.format(**values)])
-        )
+        filled_in: list[str] = []
+        for word in words:
+            if word in lists:
+                filled_in += lists[word]
+            elif not (word.endswith("={workdir}") and word.partition("=")[0] in names):
+                filled_in.append(word.format(**values))
+        return tuple(filled_in)
 
     return Entry(*(filled(data.get(part, [])) for part in ("command", "srun", "sbatch")))
 

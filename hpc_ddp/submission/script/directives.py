@@ -78,7 +78,8 @@ def _export_pairs(spec: JobSpec, options: Mapping[str, str]) -> list[tuple[str, 
 
 def output_word(pattern: str, chdir: str) -> str:
     """Return the path of ``--output`` or ``--error`` as a word for bash. Slurm's fields, as ``%j``,
-    become variables; a relative path lies in the working directory `chdir`.
+    become variables; a relative path lies in the working directory `chdir`: ``out-%j.txt`` in /w is
+    ``/w/out-"$SLURM_JOB_ID".txt``.
 
     Raise UsageError for a field of Slurm's that is not in `_FIELDS`.
     """

@@ -124,7 +124,8 @@ def without_effect(spec: JobSpec) -> list[str]:
 
 def _line_warnings(lines: Iterable[str], launcher: str) -> list[str]:
     """Return warnings about set-up lines that export a variable, or set a trap, which hpc-ddp
-    replaces. Which variables it replaces depends on the job's `launcher`."""
+    replaces: ``export RANK=0``, ``trap save TERM``. Which variables it replaces depends on the
+    job's `launcher`."""
     warnings = []
     for line in lines:
         exports = " ".join(re.findall(r"\bexport\s+([^;&|]*)", line))

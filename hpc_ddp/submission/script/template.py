@@ -195,7 +195,7 @@ def _check(environment: jinja2.Environment, name: str) -> None:
     A template passes that extends none, or one whose name is computed or unknown. Raises further
     what `_source` raises, and jinja's errors for a broken template.
     """
-    text, file, _ = _source(environment, name)
+    text, file = _source(environment, name)
     tree = environment.parse(text, name, file)
     parent = _constant(tree.find(nodes.Extends))
     if parent is None:
@@ -256,7 +256,7 @@ def _chain(
     """Yield name, file and content of a template, then of each that it extends. Raise
     RecursionError for one that extends itself, and jinja's errors; further what `_source`
     raises."""
-    text, file, _ = _source(environment, name)
+    text, file = _source(environment, name)
     tree = environment.parse(text, name, file)
     yield name, file, tree
     if parent := _constant(tree.find(nodes.Extends)):
@@ -271,12 +271,12 @@ def _constant(extends: nodes.Extends | None) -> str | None:
     return str(extends.template.value)
 
 
-def _source(environment: jinja2.Environment, name: str) -> tuple[str, str | None, Any]:
-    """Return a template's text, its file, and a function that says whether the text is still
-    current. Raise TemplateNotFound; UsageError for a file that may not act for the user; OSError or
-    ValueError for a file that can't be read."""
+def _source(environment: jinja2.Environment, name: str) -> tuple[str, str | None]:
+    """Return a template's text, and its file. Raise TemplateNotFound; UsageError for a file that
+    may not act for the user; OSError or ValueError for a file that can't be read."""
     assert environment.loader
-    return environment.loader.get_source(environment, name)
+    text, file, _ = environment.loader.get_source(environment, name)
+    return text, file
 
 
 class _TrustedLoader(jinja2.FileSystemLoader):

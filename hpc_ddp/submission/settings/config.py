@@ -272,7 +272,8 @@ def over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
 
 def _site_layer(path: Path, home: Path, operators_file: Path | None) -> Layer:
     """Return the layer of a site file: the operators', the user's own, or a shipped profile. In the
-    operators' an unknown key is a warning. Raise UsageError where `_read_layer` does."""
+    operators' (`operators_file`, if any) an unknown key is a warning. Raise UsageError for a file
+    that can't be read or may not act for the user, and for a bad value."""
     if path == operators_file:
         return Layer("operators", _read_layer(path, (*sites.KEYS, "limits"), is_strict=False), path)
     is_user_file = path.parent == sites.own_folder(home)
@@ -292,9 +293,10 @@ def _read_layer(
     """
     read, keys = read_toml(path), known_keys()
     when = read.pop("when", {})
+    tables_of = when if isinstance(when, dict) else {str(when): None}
     layer = _checked(path, {k: v for k, v in read.items() if k not in more_keys}, keys, is_strict)
     inner = [key for key in keys if key not in (*CHOICES, "site")]
-    for key, tables in when.items() if isinstance(when, dict) else [(when, None)]:
+    for key, tables in tables_of.items():
         if key not in CHOICES or not isinstance(tables, dict):
             message = f"{path}: no table [when.{key}.…]"
             if not is_strict:
@@ -328,7 +330,7 @@ def _checked(
 
     `keys` are the accepted ones; without `is_strict` another key is dropped with a warning. Raise
     UsageError for an unknown key (if `is_strict`), for a value of the wrong kind, and for a `layer`
-    that is no table, with the line that begins one, `header`, as the hint.
+    that is no table; the hint is then `header`, the line that begins the table.
     """
     if not isinstance(layer, dict):
         raise UsageError(f"{path}: {layer!r} must be a table", hint=header)

@@ -57,9 +57,9 @@ def working_directory(cwd: Path, text: str) -> str:
 
 
 def name_for(script: Path, is_module: bool = False) -> str:
-    """Return a job name made of a script's file name, without its suffix, or of the last part of a
-    module's name. Characters that a job name can't have become ``-`` or are left out; ``job`` where
-    nothing is left."""
+    """Return a job name made of a script's file name, without its suffix, or (`is_module`) of the
+    last part of a module's name. Characters that a job name can't have become ``-`` or are left
+    out; ``job`` where nothing is left."""
     name = script.name.rpartition(".")[2] if is_module else script.stem
     return re.sub(r"[^\w.+=,@-]+", "-", name).lstrip(".+=,@-")[:100] or "job"
 
@@ -102,7 +102,8 @@ def check_script(script: Path, in_image: bool) -> None:
 
 
 def default_python(setup: Sequence[str], in_container: bool) -> str:
-    """Return the interpreter for the workers of a job that names none; in a container ``python3``.
+    """Return the interpreter for the workers of a job that names none; with `in_container`
+    ``python3``.
 
     Else the Python of this process is returned, where it has torch and no line of `setup` activates
     another environment. Otherwise the result is ``python``, which the job looks for on PATH after

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hpc_ddp import __version__
 from hpc_ddp.core.errors import UsageError, closest
@@ -59,6 +59,15 @@ def warn(message: str, hint: str | None) -> None:
     print(f"warning: {message}", *([f"hint: {hint}"] if hint else []), sep="\n", file=sys.stderr)
 
 
+class _Request(NamedTuple):
+    """A job's value under a limit, as given and as a number (None: unbounded), and the bound."""
+
+    key: str
+    setting: float | str | None
+    number: float | None
+    bound: float
+
+
 @dataclass(frozen=True)
 class Limits:
     """The table ``[limits]`` of a site file."""
@@ -85,33 +94,33 @@ class Limits:
         UsageError
             names the file, the limit and the value
         """
-        for key, text, value, bound in self._requests(spec):
-            if spec.backend != "local" and (value is None or value > bound):
+        for key, setting, number, bound in self._requests(spec):
+            if spec.backend != "local" and (number is None or number > bound):
+                request = "unbounded" if setting is None else setting
                 raise UsageError(
-                    f"{key} is {'unbounded' if text is None else text}, and {self.path} limits it;"
+                    f"{key} is {request}, and {self.path} limits it;"
                     f" accepted: up to {self.bounds[key]}",
                     hint=f"--{key} {self.bounds[key]}",
                 )
 
-    def _requests(self, spec: JobSpec) -> Iterator[tuple[str, Any, float | None, float]]:
-        """Yield for each limit that applies to a job: its key, the job's value as given, the value
-        as a number (None: unbounded), and the bound.
+    def _requests(self, spec: JobSpec) -> Iterator[_Request]:
+        """Yield what a job asks for under each limit that applies to it.
 
         Times are in seconds. The limit of time applies where the job or SBATCH_TIMELIMIT sets a
         time, the limit of requeues where the job sets them. Raise UsageError where SBATCH_TIMELIMIT
         is no time.
         """
         if "nodes" in self.bounds:
-            yield "nodes", spec.nodes, spec.node_range[1], self.job.node_range[1]
+            yield _Request("nodes", spec.nodes, spec.node_range[1], self.job.node_range[1])
         time = spec.time or os.environ.get("SBATCH_TIMELIMIT")  # else the partition's limit counts
         if "time" in self.bounds and time:
-            yield "time", time, parse_time(time) or None, self.job.time_s or 0
+            yield _Request("time", time, parse_time(time) or None, self.job.time_s or 0)
         if spec.max_requeues is not None and "max-requeues" in self.bounds:
             requeues = spec.max_requeues
-            yield "max-requeues", requeues, requeues, self.bounds["max-requeues"]
+            yield _Request("max-requeues", requeues, requeues, self.bounds["max-requeues"])
         if "budget-gpu-hours" in self.bounds:
             hours = spec.budget_gpu_hours
-            yield "budget-gpu-hours", hours, hours, self.bounds["budget-gpu-hours"]
+            yield _Request("budget-gpu-hours", hours, hours, self.bounds["budget-gpu-hours"])
 
 
 def read_limits(path: Path) -> Limits:

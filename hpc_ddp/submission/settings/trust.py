@@ -56,8 +56,8 @@ def read(path: Path) -> bytes:
 
 
 def _hint(path: Path, status: os.stat_result, others_can_write: bool) -> str:
-    """Return the hint for a file that may not act for the user: the command that mends its mode, or
-    the one that accepts it."""
+    """Return the hint for a file that may not act for the user: the command that mends its mode
+    (`others_can_write`), or the one that accepts it."""
     if status.st_uid == os.geteuid() and others_can_write:
         return f"chmod go-w {_quoted(path)}; or, as it is now: hpc-ddp trust {_quoted(path)}"
     return f"read it; if it may decide what your jobs run: hpc-ddp trust {_quoted(path)}"

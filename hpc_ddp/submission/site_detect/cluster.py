@@ -33,6 +33,14 @@ CONTAINERS = ("apptainer", "singularity", "shifter", "podman-hpc")
 _NOTHING = ("", "(null)", "N/A", "NONE", "UNLIMITED", "INFINITE")
 
 
+class SharedDisk(NamedTuple):
+    """A variable that names a shared disk, the folder, and whether the folder can be written."""
+
+    variable: str
+    folder: str
+    is_writable: bool
+
+
 @dataclass(frozen=True)
 class ClusterFacts:
     """The values that a login node has of its cluster.
@@ -46,8 +54,7 @@ class ClusterFacts:
     qos, accounts
         the qualities of service, and the user's accounts, by the accounting; empty without one
     scratch
-        for each variable of the shell that names a shared disk: its name, the folder, and whether
-        the folder can be written
+        the shared disks that variables of the shell name
     runs
         the value of HPC_DDP_RUNS, '' where it is not set
     containers
@@ -62,7 +69,7 @@ class ClusterFacts:
     nodes: Sequence[Row]
     qos: Sequence[Row] = ()
     accounts: Sequence[Row] = ()
-    scratch: Sequence[tuple[str, str, bool]] = ()
+    scratch: Sequence[SharedDisk] = ()
     runs: str = ""
     containers: Sequence[str] = ()
     python_disk: tuple[str, str] = ("", "")
@@ -94,11 +101,10 @@ def probe(environ: Mapping[str, str]) -> ClusterFacts:
     )
 
 
-def _scratch(environ: Mapping[str, str]) -> list[tuple[str, str, bool]]:
-    """Return name, folder and whether it can be written, for each variable of `SCRATCH` that is set
-    and not empty."""
+def _scratch(environ: Mapping[str, str]) -> list[SharedDisk]:
+    """Return the disk of each variable of `SCRATCH` that is set and not empty."""
     named = [(name, environ[name]) for name in SCRATCH if environ.get(name)]
-    return [(name, path, Path(path).is_dir() and os.access(path, os.W_OK)) for name, path in named]
+    return [SharedDisk(n, p, Path(p).is_dir() and os.access(p, os.W_OK)) for n, p in named]
 
 
 def _containers() -> list[str]:

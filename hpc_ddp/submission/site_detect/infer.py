@@ -23,29 +23,30 @@ from hpc_ddp.submission.site_detect.cluster import (
 OLDEST_SLURM = (20, 11)  # the oldest version of Slurm that hpc-ddp supports
 
 
+TableScope = tuple[str, str]  # a partition or a QOS, as ("partition", "low")
+
+
 @dataclass(frozen=True)
 class Setting:
-    """A line of the site file; one that is not certain is a comment there.
-
-    `scope` is the partition or QOS of the setting, as ``("partition", "low")``.
-    """
+    """A line of the site file; one that is not certain is a comment there. `scope` is its partition
+    or QOS; None: it is for all jobs."""
 
     key: str
     value: str | int | bool | list[str]
     why: str
-    scope: tuple[str, str] | None = None
+    scope: TableScope | None = None
     is_certain: bool = True
 
 
 @dataclass(frozen=True)
 class Site:
     """The content of a site file: settings, and remarks (sentences). `tables` has a summary of each
-    table by its scope, as ``("partition", "low")``."""
+    table by its scope."""
 
     title: str
     settings: Sequence[Setting]
     remarks: Sequence[str]
-    tables: Mapping[tuple[str, str], str]
+    tables: Mapping[TableScope, str]
 
     def to_toml(self, date: str) -> str:
         """Return the text of the file; `date` is the day on which Slurm printed the values."""
@@ -191,7 +192,7 @@ def _default_cpus(facts: ClusterFacts, partition: Partition) -> str:
 def _scratch(facts: ClusterFacts) -> list[Setting]:
     """Return the disk for runs, the first that can be written; [] where it is hpc-ddp's default,
     none is known, or HPC_DDP_RUNS names the folder."""
-    writable = [name for name, _, is_writable in facts.scratch if is_writable]
+    writable = [disk.variable for disk in facts.scratch if disk.is_writable]
     if not writable or writable[0] == "SCRATCH" or facts.runs:
         return []
     return [Setting("scratch", f"${writable[0]}", "set in this shell, and writable")]
@@ -238,11 +239,11 @@ def _runs_folder(facts: ClusterFacts) -> list[str]:
     if facts.runs:
         return [f"Runs are kept in {facts.runs} (HPC_DDP_RUNS)."]
     remarks = [
-        f"${name} ({folder}) is not writable here."
-        for name, folder, is_writable in facts.scratch
-        if not is_writable
+        f"${disk.variable} ({disk.folder}) is not writable here."
+        for disk in facts.scratch
+        if not disk.is_writable
     ]
-    writable = [name for name, _, is_writable in facts.scratch if is_writable]
+    writable = [disk.variable for disk in facts.scratch if disk.is_writable]
     if writable:
         return [*remarks, f"Runs are kept in ${writable[0]}/hpc-ddp."]
     return [*remarks, 'Runs are kept in ./runs; scratch = "/folder" names a disk of all nodes.']

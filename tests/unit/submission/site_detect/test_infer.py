@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from hpc_ddp.slurm_text import parse_config, parse_records
-from hpc_ddp.submission.site_detect.cluster import ClusterFacts
+from hpc_ddp.submission.site_detect.cluster import ClusterFacts, SharedDisk
 from hpc_ddp.submission.site_detect.infer import Site, describe
 
 if sys.version_info >= (3, 11):
@@ -177,7 +177,7 @@ def test_accounts_scratch_and_containers_are_inferred() -> None:
             "MaxArraySize": "0",
         },
         accounts=accounts,
-        scratch=[("SCRATCH", "/gone", False), ("WORK", "/work/me", True)],
+        scratch=[SharedDisk("SCRATCH", "/gone", False), SharedDisk("WORK", "/work/me", True)],
         containers=["singularity", "pyxis"],
     )
     site = describe(facts)
@@ -200,7 +200,9 @@ def test_an_expedited_requeue_is_requested_if_slurm_has_it() -> None:
 
 
 def test_the_folder_of_runs_is_named_once() -> None:
-    facts = _made("PartitionName=a Default=YES", "", {}, scratch=[("WORK", "/w", True)], runs="/r")
+    facts = _made(
+        "PartitionName=a Default=YES", "", {}, scratch=[SharedDisk("WORK", "/w", True)], runs="/r"
+    )
     site = describe(facts)
     _says(site, "Runs are kept in /r (HPC_DDP_RUNS).")
     assert not any(setting.key == "scratch" for setting in site.settings)
@@ -211,7 +213,9 @@ def test_the_folder_of_runs_is_named_once() -> None:
 
 def test_settings_of_a_shipped_site_are_left_out() -> None:
     facts = _made(
-        "PartitionName=a Default=YES", _nodes("a", "gpu:4", 1), scratch=[("W", "/w", True)]
+        "PartitionName=a Default=YES",
+        _nodes("a", "gpu:4", 1),
+        scratch=[SharedDisk("W", "/w", True)],
     )
     assert [setting.key for setting in describe(facts).settings] == [
         *("partition", "gpus-per-node", "cpus-per-node", "scratch")
