@@ -79,12 +79,7 @@ def clean(
     # Without a deletion to confirm, remains of an interrupted call may still be there.
     is_confirmed = not dry_run and (yes or not (deletions or as_json))
     if deletions and not (yes or dry_run or as_json):
-        if not sys.stdin.isatty():
-            raise UsageError(
-                "clean asks before it deletes, and stdin is no terminal",
-                hint="hpc-ddp clean --yes, or --dry-run",
-            )
-        is_confirmed = click.confirm("Delete?", err=True)
+        is_confirmed = _ask()
     rows = [deletion.to_dict() | {"deleted": False} for deletion in deletions]
     if is_confirmed and root.is_dir():
         results = report_clean.delete(deletions, root)
@@ -97,6 +92,16 @@ def clean(
     if as_json:
         click.echo(json.dumps(rows))
     sys.exit(is_confirmed and not all(row["deleted"] for row in rows))
+
+
+def _ask() -> bool:
+    """Ask the user, and return whether to delete; raise UsageError where there is no terminal."""
+    if not sys.stdin.isatty():
+        raise UsageError(
+            "clean asks before it deletes, and stdin is no terminal",
+            hint="hpc-ddp clean --yes, or --dry-run",
+        )
+    return click.confirm("Delete?", err=True)
 
 
 @click.command()

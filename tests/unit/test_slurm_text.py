@@ -7,7 +7,7 @@ import math
 import pytest
 
 from hpc_ddp import slurm_text
-from hpc_ddp.slurm_text import _seconds, parse_job, parse_job_id, parse_record, parse_records
+from hpc_ddp.slurm_text import parse_job, parse_job_id, parse_record, parse_records
 
 SHOWN = """\
 JobId=7 JobName=x Restarts=9 JobState=FAILED
@@ -102,14 +102,6 @@ def test_a_record_of_an_ended_job_is_parsed() -> None:
 )
 def test_a_banner_is_no_job_id(printed: str, id: str | None) -> None:
     assert parse_job_id(printed) == id
-
-
-@pytest.mark.parametrize(
-    ("text", "seconds"),
-    [("1-02:03:04", 93784), ("02:03:04", 7384), ("UNLIMITED", None), ("", None), ("5", None)],
-)
-def test_the_time_limit_of_a_partition_is_parsed(text: str, seconds: int | None) -> None:
-    assert _seconds(text) == seconds
 
 
 def test_a_name_within_a_value_starts_no_field() -> None:

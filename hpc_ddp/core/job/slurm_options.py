@@ -114,6 +114,11 @@ def as_pairs(options: Iterable[str], names: str = SRUN) -> list[tuple[str, str]]
     return [(full_name(name, names), text) for name, _, text in parts]
 
 
+def as_raw(name: str, text: str) -> str:
+    """Return an option with its value as a raw option: ``--name=value``, ``--name`` for ''."""
+    return f"--{name}={text}" if text else f"--{name}"
+
+
 def with_own_keys(settings: dict[str, Any], accepted: Container[str] = _OF_KEYS) -> dict[str, Any]:
     """Move raw options from the ``sbatch`` of `settings` to their own keys (`_OF_KEYS`), by which
     limits and the tables of settings files are looked up. Change `settings` in place, and return

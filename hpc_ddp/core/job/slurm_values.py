@@ -39,6 +39,14 @@ def parse_time(text: str) -> int:
     return a * 60 + b
 
 
+def seconds_of(text: str) -> int | None:
+    """Return the seconds of a Slurm time (`parse_time`); None for any other text, as UNLIMITED."""
+    try:
+        return parse_time(text)
+    except UsageError:
+        return None
+
+
 def gpus_of(gres: str) -> tuple[tuple[str, int], ...]:
     """Return type and number of the GPUs in a Gres value such as ``gpu:a100:4(S:0-1),nvme:1``: type
     '' and number 1 where it has none, and () without GPUs."""

@@ -45,11 +45,6 @@ _OF_JOB = re.compile(r"\bSLURM_(JOB_?ID|ARRAY_JOB_ID)\b")
 _DRAWN = re.compile(r"\$\{?S?RANDOM\b|\$\{?\$|[(`]\s*(date|mktemp|uuidgen)\b")
 
 
-def _is_of_shell(name: str) -> bool:
-    """Return whether the shell that submits may give the job a variable of this name."""
-    return not (name.startswith("SLURM_") or is_of_hpc_ddp(name))
-
-
 def _program_text(result: Conversion, folder: Path) -> str:
     """Return the text of the program that a conversion names, seen from `folder`; '' where it can't
     be read."""
@@ -84,7 +79,9 @@ def _add_notes(result: Conversion, scope: Scope, missing: set[str]) -> None:
         (missing - of_shell, f"not set in this shell: to be exported before hpc-ddp submit{end}"),
         (of_shell, "taken as unset: if your shell has one, write it"),
     ):
-        names = [f"${name}" for name in sorted(variables) if _is_of_shell(name)]
+        names = [  # that a shell may give to a job
+            f"${n}" for n in sorted(variables) if not (n.startswith("SLURM_") or is_of_hpc_ddp(n))
+        ]
         if names:
             result.note(0, f"{', '.join(names)}: {reason}")
 

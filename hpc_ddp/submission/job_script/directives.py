@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from hpc_ddp.core.job.slurm_options import SBATCH, SHORT_OPTIONS
+from hpc_ddp.core.job.slurm_options import SBATCH, SHORT_OPTIONS, as_raw
 from hpc_ddp.core.job.slurm_values import gpus_of
 from hpc_ddp.submission.job_script.conversion import (
     LOST,
@@ -141,7 +141,7 @@ def take_directives(directives: Directives, result: Conversion, file: str = "") 
     that of the script's `file`, as Slurm names a job. Nodes, CPUs, GPUs and pyxis are left to
     `program.take`, since the launch has such options, too."""
     for name, (operand, line) in directives.options.items():
-        text = f"--{name}={operand}" if operand else f"--{name}"
+        text = as_raw(name, operand)
         group, reason = _use(name, operand)
         pairs = _exported(operand) if name == "export" else []
         if _PLACEHOLDER.fullmatch(operand) and (name != "job-name" or operand[0] in "<{"):
@@ -167,7 +167,7 @@ def take_directives(directives: Directives, result: Conversion, file: str = "") 
 def _take_option(name: str, operand: str, line: int, result: Conversion, file: str) -> None:
     """Put one option of sbatch into a conversion: under its own key, or as a raw option. `file` is
     as in `take_directives`."""
-    text = f"--{name}={operand}" if operand else f"--{name}"
+    text = as_raw(name, operand)
     if name in ("output", "error", "job-name", "chdir", "array") or name in _OWN_KEYS:
         result.values[name] = operand, line
     elif name == "exclusive" and not operand:

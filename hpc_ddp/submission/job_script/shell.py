@@ -57,8 +57,7 @@ class Word:
     @property
     def text(self) -> str:
         """The word as an argument of hpc-ddp: variables as ``$NAME``, or ``${NAME}`` before a
-        letter, digit or ``[``; a backslash at a line's end, and the end of the line, are left out.
-        """
+        letter, digit or ``[``; ends of lines behind a backslash are left out."""
         texts = []
         for part, after in zip(self.parts, [*self.parts[1:], Part("")], strict=False):
             is_joined = not after.is_code and re.match(r"\w|\[", after.text)
@@ -135,11 +134,8 @@ def joined(*pieces: str | Word) -> Word:
 @dataclass
 class Scope:
     """The variables of a script at one point: `values` by name, None for a value that only the job
-    knows.
-
-    `numbers` are the values of Slurm's variables that follow from the directives. `is_open` says
-    that a file has been sourced or a text evaluated, which may have set any variable.
-    """
+    knows. `numbers` are the values of Slurm's variables that follow from the directives. `is_open`
+    says that a file has been sourced or a text evaluated, which may have set any variable."""
 
     values: dict[str, Value] = field(default_factory=dict)
     numbers: dict[str, int] = field(default_factory=dict)
@@ -264,9 +260,9 @@ class Scope:
 
     def _expanded(self, node: Node, text: str, is_quoted: bool) -> Iterator[Part]:
         """Yield the parts of the value of ``$NAME``, ``$1``, ``$#``, ``${NAME[@]}`` or ``${NAME}``,
-        also with a default (``:-``, ``-``, ``:=``, ``=``); `text` is that of `node`. Another form,
-        or a value that only the job knows or that can't stand there (`_is_readable`), stays code. A
-        default that is used is noted in `defaults`; ``:=`` and ``=`` set the variable, too."""
+        also with a default (``:-``, ``-``, ``:=``, ``=``); `text` is that of `node`, which stands
+        in double quotes if `is_quoted`. Another form, or a value that only the job knows or that
+        can't stand there (`_is_readable`), stays code."""
         match, array = _VARIABLE.fullmatch(text), _ARRAY.fullmatch(text)
         name = array[1] if array else (match[1] or match[2]) if match else ""
         is_all = bool(re.fullmatch(r"\$\{?[@*]\}?", text)) and self._has_all()
@@ -290,17 +286,21 @@ class Scope:
         ):
             yield from (replace(part, splits=not is_quoted) for part in assigned.parts)
         elif match and match[3] and self._is_unset(name, match[3]):
-            remaining = node.named_children[1:]
-            for child in remaining:
-                yield from (replace(p, splits=not is_quoted) for p in self._parts(child, is_quoted))
-            if match[3].endswith("=") and remaining:
-                self.set(name, Word(tuple(p for c in remaining for p in self._parts(c, True))))
+            yield from self._default(match, node.named_children[1:], is_quoted)
         else:
             yield self._code_part(text, is_quoted)
 
+    def _default(self, match: re.Match[str], nodes: list[Node], is_quoted: bool) -> Iterator[Part]:
+        """Yield the parts of the default, `nodes`, of a variable that `_VARIABLE` matches, in
+        double quotes if `is_quoted`. Behind ``:=`` and ``=`` the variable is set to it, too."""
+        for child in nodes:
+            yield from (replace(p, splits=not is_quoted) for p in self._parts(child, is_quoted))
+        if match[3].endswith("=") and nodes:
+            parts = (part for child in nodes for part in self._parts(child, True))
+            self.set(match[1] or match[2], Word(tuple(parts)))
+
     def _has_all(self) -> bool:
-        """Return whether ``$@`` is known. Where it is empty since no arguments are known, note that
-        in `defaults`."""
+        """Return whether ``$@`` is known; note it in `defaults` where no argument is known."""
         if self.arguments is None and self.has_none:
             self.defaults.add("@")
         return self.arguments is not None or self.has_none
@@ -325,9 +325,9 @@ class Scope:
         return True
 
     def number(self, word: Word | None, pending: tuple[str, ...] = ()) -> int | None:
-        """Return the whole number that a word stands for in the job; None where it is not known.
-        `pending` has the variables that are being looked up, so that a variable which refers to
-        itself ends the search."""
+        """Return the whole number that a word stands for in the job, as 16 for
+        ``$((8*SLURM_NNODES))`` on two nodes; None where it is not known. `pending` has the
+        variables that are being looked up: one that refers to itself ends the search."""
 
         def number_of(match: re.Match[str]) -> str:
             name, assigned = match[1], self.values.get(match[1])
@@ -355,8 +355,8 @@ class Scope:
 
 def _is_readable(assigned: Word, is_quoted: bool) -> bool:
     """Return whether a value can stand where its variable is used: it is text and names of
-    variables, or has blanks in it, as a command line. Outside of quotes it must not be a pattern of
-    files."""
+    variables, or has blanks in it, as a command line. Unless `is_quoted`, it must not be a pattern
+    of files, as ``*.py``."""
     if not is_quoted and any(re.search(r"[*?]", p.text) for p in assigned.parts if not p.is_code):
         return False
     blanks = any(re.search(r"\s", p.text.strip()) for p in assigned.parts if not p.is_code)
@@ -365,8 +365,8 @@ def _is_readable(assigned: Word, is_quoted: bool) -> bool:
 
 def _literal(node: Node, start: int, end: int, is_quoted: bool) -> Iterator[Part]:
     """Yield, as one part, the text of a word (`node`) from byte `start` of the script to `end`;
-    within double quotes without them and without the backslashes of escapes, except at a line's
-    end."""
+    within double quotes (`is_quoted`) without them and without the backslashes of escapes, except
+    at a line's end."""
     text = node.text[start - node.start_byte : end - node.start_byte].decode()
     if is_quoted and text != '"':
         text = re.sub(r'\\([$`"\\\n])', lambda m: m[0] if m[1] == "\n" else m[1], text)

@@ -140,10 +140,7 @@ def sbatch_line(name: str, value: str) -> str:
     """
     if not value:
         return f"#SBATCH --{name}"
-    plain = re.fullmatch(r"[\w./:,@%+=\[\]&|*()<>-]+", value)
-    return f"#SBATCH --{name}={value}" if plain else f'#SBATCH --{name}="{_escaped(value)}"'
-
-
-def _escaped(value: str) -> str:
-    """Return a value with its backslashes and double quotes escaped."""
-    return value.replace("\\", "\\\\").replace('"', '\\"')
+    if not re.fullmatch(r"[\w./:,@%+=\[\]&|*()<>-]+", value):
+        value = re.sub(r'(["\\])', r"\\\1", value)
+        return f'#SBATCH --{name}="{value}"'
+    return f"#SBATCH --{name}={value}"

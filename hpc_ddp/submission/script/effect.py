@@ -13,7 +13,7 @@ from dataclasses import replace
 from hpc_ddp.core.attempt_env import clean_env
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.job.options import OPTIONS, JobSpec
-from hpc_ddp.core.job.slurm_options import SBATCH, SRUN_SETTLED, as_pairs
+from hpc_ddp.core.job.slurm_options import SBATCH, SRUN_SETTLED, as_pairs, as_raw
 from hpc_ddp.core.job.variables import is_of_hpc_ddp, is_of_slurm, misplaced_array
 from hpc_ddp.submission.script.directives import directives
 
@@ -146,7 +146,7 @@ def _check_container_options(pairs: Sequence[Pair]) -> None:
     for name, text in pairs:
         if instead := {**SRUN_SETTLED, "container-image": _INSTEAD["container-image"]}.get(name):
             raise UsageError(
-                f"container option {_text(name, text)} is an option of the step, set by hpc-ddp",
+                f"container option {as_raw(name, text)} is an option of the step, set by hpc-ddp",
                 hint=f"in its place: {instead}",
             )
 
@@ -167,11 +167,12 @@ def _check_pairs(
         instead = _INSTEAD.get(name, _INSTEAD.get(winner[0], "leave it out"))
         if winner in raw:
             has_value = text and name in OPTIONS and winner[0] == name
-            instead = f"--{name} {winner[1]}" if has_value else f"{_text(*winner)} alone"
+            instead = f"--{name} {winner[1]}" if has_value else f"{as_raw(*winner)} alone"
         if name in ("gpus-per-node", "gres"):
             instead = "--gpu-request none, and one --sbatch=--gres=gpu:4,… with all there is to ask"
         raise UsageError(
-            f"{command} option {_text(name, text)} has no effect: {_text(*winner)} comes after it",
+            f"{command} option {as_raw(name, text)} has no effect:"
+            f" {as_raw(*winner)} comes after it",
             hint=f"in its place: {instead}",
         )
 
@@ -184,14 +185,10 @@ def _is_same(first: Pair, second: Pair) -> bool:
     return len(names) == 1 or (has_gpus and any(names <= family for family in _FAMILIES))
 
 
-def _text(name: str, text: str) -> str:
-    return f"--{name}={text}" if text else f"--{name}"
-
-
 def words_of(name: str, text: str) -> set[str]:
     """Return the words by which ``without`` takes out an option: its name alone, or with its
     value."""
-    return {f"--{name}", _text(name, text)}
+    return {f"--{name}", as_raw(name, text)}
 
 
 def without(spec: JobSpec, pairs: Iterable[Pair]) -> list[Pair]:

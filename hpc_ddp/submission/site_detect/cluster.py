@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hpc_ddp import slurm
-from hpc_ddp.core.errors import UsageError
-from hpc_ddp.core.job.slurm_values import gpus_of, parse_time
+from hpc_ddp.core.job.slurm_values import gpus_of, seconds_of
 from hpc_ddp.submission.settings.user import user_name
 
 Row = Mapping[str, str]
@@ -279,8 +278,5 @@ def _set_value(record: Row, name: str) -> str:
 def _seconds(text: str) -> int:
     """Return the seconds of a number with or without ``sec``, or of a time as ``00:02:00``; 0 for
     anything else."""
-    if match := re.fullmatch(r"(\d+)( sec)?", text):
-        return int(match[1])
-    with suppress(UsageError):
-        return parse_time(text)
-    return 0
+    match = re.fullmatch(r"(\d+)( sec)?", text)
+    return int(match[1]) if match else seconds_of(text) or 0

@@ -6,7 +6,13 @@ import pytest
 
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.job.options import JobSpec
-from hpc_ddp.core.job.slurm_values import array_indexes, gpus_of, parse_signal, parse_time
+from hpc_ddp.core.job.slurm_values import (
+    array_indexes,
+    gpus_of,
+    parse_signal,
+    parse_time,
+    seconds_of,
+)
 
 
 @pytest.mark.parametrize(
@@ -22,6 +28,14 @@ from hpc_ddp.core.job.slurm_values import array_indexes, gpus_of, parse_signal, 
 )
 def test_a_time_is_parsed_into_seconds(text: str, seconds: int) -> None:
     assert parse_time(text) == seconds
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("1-02:03:04", 93784), ("02:03:04", 7384), ("UNLIMITED", None), ("", None)],
+)
+def test_a_time_of_slurms_may_be_none(text: str, seconds: int | None) -> None:
+    assert seconds_of(text) == seconds
 
 
 @pytest.mark.parametrize(
