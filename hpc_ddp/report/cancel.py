@@ -153,12 +153,15 @@ def _live_jobs(
     where the journal can't be read.
     """
     targets, unclear = [], []
-    paths = _Paths.of(run)
+    paths, events = _Paths.of(run), run.events()
+    submitted = last_event(events, Submitted)
+    is_allocation = submitted is not None and submitted.backend == "salloc"
+    has_stopped = isinstance(last_event(events, Started, VerdictGiven), VerdictGiven)
     for job in jobs:
         queued = queue.find(job, run)
         if queued and queue.life(job, run) is not Life.OVER:
-            if _is_allocation(run):
-                if not _has_stopped(run):
+            if is_allocation:
+                if not has_stopped:
                     targets.append(job)
             elif _is_of_run(paths, job, queued):
                 targets.append(job)
@@ -185,19 +188,6 @@ def _may_be_of(run: RunFolder, queued: QueuedJob) -> bool:
     # A run is named NAME-USER, and its job NAME, where another user has runs of that name.
     has_name = queued.name == run.name or run.name.startswith(f"{queued.name}-")
     return has_name and not is_of_another_run(run, queued.script)
-
-
-def _is_allocation(run: RunFolder) -> bool:
-    """Return whether the jobs of a run are allocations that it found itself in (``salloc``), by its
-    last submit. Raise OSError where the journal can't be read."""
-    submitted = last_event(run.events(), Submitted)
-    return submitted is not None and submitted.backend == "salloc"
-
-
-def _has_stopped(run: RunFolder) -> bool:
-    """Return whether the newest attempt of a run has its verdict. Raise OSError where the journal
-    can't be read."""
-    return isinstance(last_event(run.events(), Started, VerdictGiven), VerdictGiven)
 
 
 @dataclass(frozen=True)

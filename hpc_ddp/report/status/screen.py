@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from hpc_ddp.core.console.units import duration
@@ -150,15 +151,11 @@ class Screen:
         try:
             print(f"$ hpc-ddp {' '.join(words)}", flush=True)
             argv = [sys.executable, "-c", _MAIN, *words, "--runs-dir", str(self._root)]
-            subprocess.run(argv, check=False, preexec_fn=_take_interrupts)
+            take_interrupts = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+            subprocess.run(argv, check=False, preexec_fn=take_interrupts)
             input("[Enter] ")
         except EOFError:
             pass
         finally:
             signal.signal(signal.SIGINT, before)
         self._window.clear()
-
-
-def _take_interrupts() -> None:
-    """Let Ctrl-C end this process again: a command starts with it ignored."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)

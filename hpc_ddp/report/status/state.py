@@ -139,7 +139,7 @@ def _find_state(
         is_waiting = _OF_JOB[job.state] is RunState.WAITING
         return _OF_JOB[job.state], job.reason if is_waiting else job.nodes
     tasks = run.tasks()
-    if tasks and not _has_live_process(last):
+    if tasks and not (isinstance(last, Started) and process.is_live(last.process)):
         return _state_of_array(run, tasks)
     if last is None:
         return RunState.RENDERED, "never submitted"
@@ -156,12 +156,6 @@ def _is_final(last: JournalEvent | None) -> bool:
     The last task of an array has the array's own job id, which is live while other tasks run.
     """
     return isinstance(last, VerdictGiven) and is_final(last)
-
-
-def _has_live_process(last: JournalEvent | None) -> bool:
-    """Return whether `last`, the last event of a run, is a start whose process runs on this
-    machine; False for None."""
-    return isinstance(last, Started) and process.is_live(last.process)
 
 
 def _state_of_array(run: RunFolder, tasks: Sequence[RunFolder]) -> tuple[RunState, str]:

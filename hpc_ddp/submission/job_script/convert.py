@@ -167,6 +167,13 @@ def _choose_launch(reader: Reader, result: Conversion) -> tuple[Launch | None, i
             statement.launch = None  # a preparation
         elif statement is not chosen:
             statement.lost = "a second launch: a job has one; submit this one as its own job"
+    _note_place(chosen, training, nodes, result)
+    return None if chosen.lost else training, at
+
+
+def _note_place(chosen: Statement, training: Launch, nodes: int, result: Conversion) -> None:
+    """Set `lost` of the training's statement where a step starts it on fewer than the job's
+    `nodes`. Note where plain Python is on fewer nodes, and the file that the launch writes to."""
     count = training.nodes or (0 if training.step else 1)
     text = f"a launch on {count} of {nodes} nodes"
     is_on_fewer = 0 < count < nodes and not training.in_loop
@@ -177,7 +184,6 @@ def _choose_launch(reader: Reader, result: Conversion) -> tuple[Launch | None, i
     if chosen.output:
         text = f"its output is in the run's log, not in {chosen.output}: hpc-ddp logs"
         result.note(chosen.lines[0], text)
-    return None if chosen.lost else training, at
 
 
 def _drop_node_checks(statements: Sequence[Statement]) -> None:

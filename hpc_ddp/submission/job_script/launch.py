@@ -205,8 +205,8 @@ class Launch:
         self, kind: str, key: str, name: str, word: Word, operand: Word | None, is_inside: bool
     ) -> None:
         """Add an option `name` to the list of `key` in the form of `kind` (``+``, ``&`` or ``%``,
-        as in `take_options`). `word` is the option as it is written, with its `operand` if
-        `is_inside`."""
+        as in `take_options`). `word` is the option as it is written, with its `operand`, if any,
+        where `is_inside`."""
         behind = None if is_inside else operand
         if kind == "+":
             option = literal(f"--{name}", word.line)

@@ -341,7 +341,8 @@ def _take_workers(
     if launch.step and launch.kind and not (launch.tasks or launch.in_loop):
         count = launch.tasks_per_node or tasks_of_node(numbers)
         text = f"{count} tasks on a node would each start the launcher there; hpc-ddp starts one"
-        result.notes += [(line, text)] if count > 1 else []
+        if count > 1:
+            result.note(line, text)
     if workers != (gpus or 1):
         result.values["nproc-per-node"] = workers, line
 

@@ -111,7 +111,8 @@ class Sorter:
             if statement.launch is None or statement.lost:
                 group, key, text = self._sort(statement, index)
                 self.result.mark(*statement.lines, group, key)
-                lines += [(key, text, statement.lines[0])] if text else []
+                if text:
+                    lines.append((key, text, statement.lines[0]))
             elif statement.launch is self.launch:
                 self._in_launch = statement.names
                 self.result.mark(*statement.lines, TAKEN, "the launch")
