@@ -93,7 +93,8 @@ class Queue:
     def life(self, job: JobRef, run: RunFolder) -> Life:
         """Return whether a job of a run is live; OVER where its cluster does not know the job.
         UNKNOWN where its cluster can't be asked, where another cluster of the same name may have
-        it, and for a job that is ending or preempted. Raises what `find` raises."""
+        it, and for a job that is ending or preempted. Raise OSError and UsageError where `find`
+        does."""
         if self._jobs_of(job) is None:
             return Life.UNKNOWN
         queued = self.find(job, run)

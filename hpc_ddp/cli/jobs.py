@@ -108,9 +108,9 @@ def _prepare(
     Raises
     ------
     UsageError
-        as `_plan` and `Plan.write`, and for an option without ``--run`` that needs it
+        a setting is refused, the run can't go on or be written, or an option needs ``--run``
     OSError
-        as `_plan`
+        the run's folder, or the script, can't be read
     """
     for name, is_said in (("--fresh", fresh), ("--new-code", new_code), ("--force", force)):
         if is_said and options["run_text"] is None:
@@ -160,10 +160,10 @@ def _plan(
     """Return the plan of a job, of a new run or of ``--run``, and its merged settings; the run is
     not written.
 
-    ``run_text`` is removed from `options`; `forced` is as in `_prepare`. Prints to stderr which
-    project file and site count, changed files of the code, and warnings. Raise UsageError for a
-    refused setting, and where ``--run`` means no run, or one that can't go on; and OSError where
-    its folder, or the script, can't be read.
+    ``run_text`` is removed from `options`; `new_code` and `forced` are as in `_prepare`. Prints to
+    stderr which project file and site count, changed files of the code, and warnings. Raise
+    UsageError for a refused setting, and where ``--run`` means no run, or one that can't go on; and
+    OSError where its folder, or the script, can't be read.
     """
     _note_misplaced(options.get("script"), options.get("args", ()))
     run_text = options.pop("run_text")
@@ -215,8 +215,8 @@ def _start(prepared: PreparedRun, as_json: bool, fresh: bool = False) -> None:
 
     A process in the foreground is waited for, and Ctrl-C and SIGTERM are passed on to it as a
     notice. The command ends with the process's exit code; with `as_json` it prints an object with
-    ``exit_code`` and ``run``. The trials of a sweep on this machine are listed on stderr. Raises as
-    `_begin`.
+    ``exit_code`` and ``run``. The trials of a sweep on this machine are listed on stderr. `fresh`
+    and the errors are those of `_begin`.
     """
     path, forward = str(prepared.run.path), Forward()
     if prepared.spec.backend in ("local", "salloc"):

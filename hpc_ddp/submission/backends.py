@@ -202,7 +202,7 @@ def _local_env(spec: JobSpec) -> dict[str, str]:
     A variable of Slurm's in ``expand`` that is not set here counts as 0; SLURM_NNODES and
     SLURM_JOB_NUM_NODES count as the number of nodes. The workers get these numbers as
     ``HPC_DDP_DRY_NAME``, for each of Slurm's variables in ``expand``. Raise UsageError where a
-    value of ``env`` has another variable that is not set here, and as `job_env`.
+    value of ``env`` has another variable that is not set here, and for an unknown or broken fabric.
     """
     env, nodes = {**job_env(spec), **node_env(spec)}, str(spec.node_range[1])
     slurms = {name: "0" for name in spec.expand if name.startswith("SLURM_")}
@@ -229,7 +229,8 @@ class SubmititBackend(SlurmBackend):
     """
 
     def script(self, plan: Plan) -> str:
-        """Return the text of submitit's submission file; raises as `_executor`.
+        """Return the text of submitit's submission file. Raise UsageError for a job that submitit
+        can't start (see `_executor`), and HpcDdpError without a Slurm client.
 
         Its task is run by its path: with submitit's own ``python -m``, Python would look for
         modules in the working directory first, in which colleagues may write.
@@ -322,8 +323,11 @@ def render(prepared: PreparedRun) -> str:
 
     Raises
     ------
-    UsageError, HpcDdpError
-        as `Backend.script`, and for a file system that keeps no permissions
+    UsageError
+        the user's template is broken, the back-end can't do what the job asks for, or the file
+        system keeps no permissions
+    HpcDdpError
+        only of submitit: this machine has no Slurm client
     OSError
         a file can't be written
     """

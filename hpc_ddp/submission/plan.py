@@ -92,7 +92,7 @@ class Plan:
 
     @cached_property
     def rendering(self) -> Rendering:
-        """The job's script; raises as `Rendering`."""
+        """The job's script; raises UsageError for a job that has none (see `Rendering`)."""
         return Rendering(self.spec, self.run, self.code, self.script)
 
     def warnings(self) -> list[str]:
@@ -160,7 +160,9 @@ class Plan:
 
     def _write_files(self) -> None:
         """Write the run's folder: the library, the code, the job and its limits. Raise UsageError
-        as `write`, and OSError where the disk refuses; the files that are written by then stay."""
+        where other users could replace it, the disk keeps no permissions, the code is too large or
+        git can't list it; and OSError where the disk refuses. Files that are written by then stay.
+        """
         check_folder(self.run)  # before anything is made, and again: a link may have come since
         run = self.run.make(self.is_new)  # and the folders above
         check_kept_modes(run)

@@ -40,7 +40,8 @@ def task_of(run: RunFolder, index: int) -> RunFolder:
 def run_of_job(environ: Mapping[str, str]) -> RunFolder:
     """Return the run that HPC_DDP_RUN in `environ` names; in a task of an array the run of this
     task, whose folder `task_of` makes. Raise KeyError without a run, ValueError where a variable of
-    hpc-ddp is damaged, and what `task_of` raises."""
+    hpc-ddp is damaged, OSError where the disk refuses the task's folder, UsageError for a broken
+    job.json, and IndexError beyond the last task of a sweep."""
     run = AttemptEnv.from_env(environ).run_folder
     task = environ.get("SLURM_ARRAY_TASK_ID")
     if not task or run.path.name == f"task-{task}":

@@ -58,8 +58,8 @@ def follow(run: RunFolder, query: LogQuery, has_ended: Callable[[], bool]) -> No
 
     `has_ended` is asked at first, and then every `ASK_EVERY` polls, of `POLL_S` each. A rank or
     attempt that does not exist yet is waited for; one that still does not exist at the end is no
-    error. Raise UsageError where no log will ever exist, OSError as `show` does, and what
-    `has_ended` raises.
+    error. Raise UsageError where no log will ever exist, OSError where the run's folder or
+    journal can't be read or stdout is closed, and what `has_ended` raises.
     """
     _check_has_logs(run, query)
     view = _open_view(run, query)

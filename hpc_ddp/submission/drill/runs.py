@@ -147,7 +147,9 @@ class _Drill:
 
     def play(self) -> DrillResult:
         """Play the undisturbed run, then the disturbed one as far as `_disturb` does, and return
-        the result; called once. Raise UsageError, HpcDdpError and OSError as `drill`."""
+        the result; called once. Raise UsageError for a script that a drill can't try, HpcDdpError
+        where it fails undisturbed, and OSError where a file of the runs can't be read or
+        written."""
         self._base = self._write_run("undisturbed")
         self._result = report = DrillResult(str(self._base.spec.script), self._folder)
         self._say(f"undisturbed: {Path(report.script).name}")
@@ -223,7 +225,8 @@ class _Drill:
         A difference before the first disturbance is the script's own ("unsteady"); one right at an
         attempt's start is the resume's ("wrong"). For any other one the undisturbed run is played
         once more, until that step, to tell which of both it is. `base` are the undisturbed run's
-        records; `before` is the disturbance before the difference, in words. Raises as `_disturb`.
+        records; `before` is the disturbance before the difference, in words. Raise UsageError where
+        the folder of a run can't be written, and OSError where a log or journal can't be read.
         """
         report = self._result
         if difference.is_rounding:

@@ -244,7 +244,8 @@ def _first_line(output: nodes.Output) -> int | None:
 
 def _blocks(environment: jinja2.Environment, name: str) -> list[str]:
     """Return the names of the blocks of a template and of those that it extends, each once; those
-    of the last template that is extended come first. Raises what `_chain` raises."""
+    of the last template that is extended come first. Raise RecursionError for one that extends
+    itself, jinja's errors, and what `_source` raises."""
     trees = [tree for _, _, tree in _chain(environment, name)]
     names = (block.name for tree in reversed(trees) for block in tree.find_all(nodes.Block))
     return list(dict.fromkeys(names))
