@@ -58,10 +58,7 @@ class Queue:
     """
 
     def __init__(
-        self,
-        jobs: Mapping[str, QueuedJob] | None,
-        cluster: str | None = None,
-        problem: str = "",
+        self, jobs: Mapping[str, QueuedJob] | None, cluster: str | None = None, problem: str = ""
     ) -> None:
         self.jobs, self._cluster, self.problem = jobs, cluster, problem
         self._others: dict[str, Mapping[str, QueuedJob] | None] = {}  # `jobs` of other clusters

@@ -44,12 +44,7 @@ _KEPT = (
     *OF_USERS,  # of a shell or a script
 )
 # A supervisor sets these for its own node.
-_OF_A_NODE = (
-    "GLOO_SOCKET_IFNAME",
-    "NCCL_SOCKET_IFNAME",
-    "HCCL_SOCKET_IFNAME",
-    "CCL_KVS_IFACE",
-)
+_OF_A_NODE = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME", "CCL_KVS_IFACE")
 
 
 # sbatch's variables whose option has another name (man sbatch, INPUT ENVIRONMENT VARIABLES).

@@ -20,7 +20,7 @@ CAN_GO_ON = 75
 # The errors of a rank whose peer has gone. They follow from another failure, if there is one.
 COMMUNICATION_ERROR = re.compile(
     r"Connection (closed|reset|refused)|Broken pipe|NCCL|[Gg]loo|ProcessGroup|c10d"
-    r"|Dist(Network|Backend|Store)Error|Rendezvous|Timed out waiting|heartbeat",
+    r"|Dist(Network|Backend|Store)Error|Rendezvous|Timed out waiting|heartbeat"
 )
 # Errors of ranks that called different collectives: no peer has gone, and they come again.
 MISMATCH = re.compile(

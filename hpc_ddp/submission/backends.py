@@ -277,8 +277,7 @@ class SubmititBackend(SlurmBackend):
         lib, python = shlex.quote(str(run.lib)), shlex.quote(installed_python())
         try:
             executor = submitit.SlurmExecutor(
-                run.submitit,
-                python=f"env PYTHONPATH={lib}${{PYTHONPATH:+:$PYTHONPATH}} {python}",
+                run.submitit, python=f"env PYTHONPATH={lib}${{PYTHONPATH:+:$PYTHONPATH}} {python}"
             )
         except RuntimeError:
             raise HpcDdpError("srun was not found: this machine has no Slurm client") from None

@@ -12,12 +12,7 @@ from typing import TYPE_CHECKING, Any
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.job.option_declaration import key_of
 from hpc_ddp.core.job.slurm_options import SBATCH_REFUSED, SRUN_SETTLED, split_raw
-from hpc_ddp.core.job.slurm_values import (
-    array_indexes,
-    check_time_min,
-    parse_signal,
-    parse_time,
-)
+from hpc_ddp.core.job.slurm_values import array_indexes, check_time_min, parse_signal, parse_time
 from hpc_ddp.core.job.sweep import check_sweep
 from hpc_ddp.core.job.variables import OF_USERS, names_in
 
@@ -395,6 +390,5 @@ def mpirun_words(options: Sequence[str]) -> list[str]:
         return [word for text in options for word in shlex.split(text)]
     except ValueError as error:
         raise UsageError(
-            f"options of mpirun can't be split into words: {error}",
-            hint="--mpirun='--mca pml ob1'",
+            f"options of mpirun can't be split into words: {error}", hint="--mpirun='--mca pml ob1'"
         ) from None

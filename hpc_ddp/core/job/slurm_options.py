@@ -70,10 +70,7 @@ SBATCH_REFUSED = {
     ),
     "array": ("makes an array that hpc-ddp can't know; accepted: --array", "--array 0-3"),
     "error": ("would take messages out of the job's log; accepted: --error", "--error x.err"),
-    "chdir": (
-        "has no effect: the script goes to its folder; accepted: --chdir",
-        "--chdir DIR",
-    ),
+    "chdir": ("has no effect: the script goes to its folder; accepted: --chdir", "--chdir DIR"),
     "ntasks": (
         "is the number of tasks, which hpc-ddp counts; accepted: nodes and workers",
         "--nodes 2 --nproc-per-node 4",

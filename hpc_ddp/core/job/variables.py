@@ -49,10 +49,7 @@ OF_USERS = {
         "The operators' site file, in place of `/etc/hpc-ddp/site.toml`.", "a file"
     ),
     "HPC_DDP_SAVE_EVERY": UserVariable(
-        "In place of the script's `save_every`.",
-        "seconds, or `auto`",
-        f"{_SECONDS}|auto",
-        "300",
+        "In place of the script's `save_every`.", "seconds, or `auto`", f"{_SECONDS}|auto", "300"
     ),
     "HPC_DDP_HANG_AFTER": UserVariable(
         "In place of the script's `hang_after`.", "seconds; 0: never", _SECONDS, "1800"

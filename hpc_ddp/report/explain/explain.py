@@ -40,12 +40,7 @@ from hpc_ddp.core.journal.journal import is_finished, last_event, last_step
 from hpc_ddp.core.journal.stragglers import slow_rank
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.report.explain.causes import REPEATING_KINDS, explain_attempt, explain_end
-from hpc_ddp.report.explain.explanation import (
-    Explanation,
-    fill_hint,
-    quoted_path,
-    shorten,
-)
+from hpc_ddp.report.explain.explanation import Explanation, fill_hint, quoted_path, shorten
 from hpc_ddp.report.explain.facts import RunFacts, gather
 from hpc_ddp.report.explain.patterns import explain_pending, recognise
 from hpc_ddp.report.status.state import RunState

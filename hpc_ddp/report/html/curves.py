@@ -9,12 +9,7 @@ from itertools import groupby
 from operator import itemgetter
 from typing import NamedTuple
 
-from hpc_ddp.core.journal.events import (
-    FirstStep,
-    JournalEvent,
-    MetricsLine,
-    TrainingBegun,
-)
+from hpc_ddp.core.journal.events import FirstStep, JournalEvent, MetricsLine, TrainingBegun
 from hpc_ddp.core.journal.fields import to_number
 from hpc_ddp.core.journal.journal import by_start
 

@@ -17,13 +17,7 @@ from hpc_ddp.core.job.task_folder import trial_text
 from hpc_ddp.core.journal.events import JournalEvent, Started, VerdictGiven
 from hpc_ddp.core.journal.journal import last_event
 from hpc_ddp.core.run_folder import RunFolder
-from hpc_ddp.report.logs.files import (
-    LogFile,
-    LogQuery,
-    check_keeps_output,
-    log_files,
-    rank_logs,
-)
+from hpc_ddp.report.logs.files import LogFile, LogQuery, check_keeps_output, log_files, rank_logs
 from hpc_ddp.report.logs.merge import FOLD_S, AttemptLogs, Line, LineFold, spans
 
 POLL_S = 0.5

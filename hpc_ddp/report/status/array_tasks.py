@@ -82,11 +82,7 @@ def tasks(run: RunFolder, queue: Queue) -> list[Task]:
 
 
 def _task(
-    index: int,
-    trial: Mapping[str, str],
-    run: RunFolder | None,
-    queue: Queue,
-    waits: bool,
+    index: int, trial: Mapping[str, str], run: RunFolder | None, queue: Queue, waits: bool
 ) -> Task:
     """Return one task of an array. Raise OSError where the task's journal or folder of checkpoints
     can't be read.

@@ -114,10 +114,7 @@ def unreadable(run: RunFolder, why: str) -> Status:
 
 
 def summarize(
-    run: RunFolder,
-    events: Sequence[JournalEvent],
-    jobs: Sequence[JobRef],
-    queue: Queue,
+    run: RunFolder, events: Sequence[JournalEvent], jobs: Sequence[JobRef], queue: Queue
 ) -> Status:
     """Return the status of a run from its journal, all its jobs (oldest first), and the user's jobs
     in Slurm.

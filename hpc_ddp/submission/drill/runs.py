@@ -280,10 +280,7 @@ class _Drill:
         return fault
 
     def _launch(
-        self,
-        prepared: PreparedRun,
-        plan: dict[str, Any],
-        disturbance: Disturbance | None = None,
+        self, prepared: PreparedRun, plan: dict[str, Any], disturbance: Disturbance | None = None
     ) -> int:
         """Run the next attempt until it ends, and return its exit code. Once the recorder says that
         it is ready, `disturbance` is called. Every `PRINT_EVERY_S` the attempt's step is said.

@@ -9,13 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_ddp.core.job.variables import is_of_hpc_ddp, is_of_slurm
-from hpc_ddp.submission.job_script.conversion import (
-    LOST,
-    OURS,
-    TAKEN,
-    ArgumentWriter,
-    Conversion,
-)
+from hpc_ddp.submission.job_script.conversion import LOST, OURS, TAKEN, ArgumentWriter, Conversion
 from hpc_ddp.submission.job_script.directives import (
     Directives,
     has_range_of_nodes,

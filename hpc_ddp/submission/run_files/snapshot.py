@@ -18,13 +18,7 @@ from pathlib import Path
 from hpc_ddp.core.console.progress import ProgressBar
 from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.errors import UsageError
-from hpc_ddp.core.file_io import (
-    ROOT,
-    drafted_folder,
-    parse_python,
-    read_json,
-    write_json,
-)
+from hpc_ddp.core.file_io import ROOT, drafted_folder, parse_python, read_json, write_json
 from hpc_ddp.core.file_owners import user_name
 from hpc_ddp.core.run_folder import RunFolder
 

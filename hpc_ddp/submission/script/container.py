@@ -57,10 +57,7 @@ def entry(spec: JobSpec, run: Path, code: Path) -> Entry:
     is_amd = spec.gpu_vendor == "amd" or re.match(r"mi\d", spec.gpu_type or "", re.I)
     gpu = data.get("gpu-amd" if is_amd and "gpu-amd" in data else "gpu", [])
     has_gpu_option = not spec.gpu_count or {*options} & {*data.get("gpu_or", [])}
-    lists = {
-        "{gpu}": [] if has_gpu_option else gpu,
-        "{options}": options,
-    }
+    lists = {"{gpu}": [] if has_gpu_option else gpu, "{options}": options}
     mount = data.get("mount", "")
     if isinstance(mount, list):  # an option for each
         lists["{mounts}"] = [word.format(path=path) for path in outer for word in mount]

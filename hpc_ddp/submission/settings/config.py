@@ -23,11 +23,7 @@ from hpc_ddp.core.job.option_declaration import (
 from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.job.slurm_options import with_own_keys
 from hpc_ddp.submission.settings import operators, sites
-from hpc_ddp.submission.settings.defaults import (
-    NO_FILE,
-    is_same_program,
-    names_no_file,
-)
+from hpc_ddp.submission.settings.defaults import NO_FILE, is_same_program, names_no_file
 from hpc_ddp.submission.settings.trust import read_toml
 
 T = TypeVar("T")
