@@ -132,6 +132,7 @@ def _run_patiently(argv: Sequence[str], give_up: float | None = None) -> str:
 
 
 def _deadline(give_up: float | None) -> float:
+    """Return `give_up`, a time of ``time.monotonic()``; for None PATIENCE_S from now."""
     return time.monotonic() + PATIENCE_S if give_up is None else give_up
 
 
@@ -290,8 +291,7 @@ def expand_hosts(node_list: str) -> list[str]:
 def show_job(job: str | JobRef, give_up: float | None = None) -> Job:
     """Return a job as the controller has it. Raise HpcDdpError where there is no such job, or where
     Slurm gives no answer (NoAnswerError) until `give_up`, by ``time.monotonic()``; None: PATIENCE_S
-    from now.
-    """
+    from now."""
     argv = ["scontrol", *at_cluster(job), "show", "job", _id_of(job)]
     return slurm_text.parse_job(_run_patiently(argv, give_up))
 

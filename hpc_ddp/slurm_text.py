@@ -289,9 +289,10 @@ def parse_options(script: str, more: Sequence[str] = ()) -> dict[str, str]:
 
 
 def _split_words(line: str) -> list[str]:
+    """Return the words of a line as a shell splits it; at blanks where its quotes do not match."""
     try:
         return shlex.split(line, comments=True)
-    except ValueError:  # its quotes do not match
+    except ValueError:
         return line.split()
 
 

@@ -70,6 +70,7 @@ def _index_of(root: Path) -> Path:
 
 
 def _link(root: Path, job: JobRef) -> Path:
+    """Return the path of the link that `link_job` makes for a job, ``<cluster>/<id>``."""
     return _index_of(root) / (job.cluster or UNKNOWN) / job.id
 
 

@@ -53,6 +53,7 @@ class NodeFolder:
 
     @property
     def _task(self) -> str:
+        """The end of the files' names: ``-3`` for worker 3 alone, '' for all workers."""
         return "" if self.rank is None else f"-{self.rank}"
 
     def pids(self) -> list[Path]:
@@ -194,4 +195,5 @@ class AttemptFolder:
 
 
 def _records_of(node: NodeFolder) -> list[dict[str, Any]]:
+    """Return the objects in a node's records; {} for one that can't be read."""
     return [read_json(path) for path in node.records()]

@@ -66,6 +66,8 @@ class _Kind(NamedTuple):
 
 @cache  # read for each field of each line
 def _kind_of(text: str) -> _Kind:
+    """Return a type in its parts: ``Sequence[str] | None`` has the outer ``Sequence``, the inner
+    ``str``, and the name ``Sequence[str]``."""
     name = text.removesuffix(" | None")
     outer, _, inner = name.removesuffix("]").partition("[")
     return _Kind(name, name != text, outer, inner)

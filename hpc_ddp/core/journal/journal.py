@@ -217,6 +217,7 @@ def _brief_event(kind: bytes, step: int, time: float, attempt: int) -> JournalEv
 
 
 def _order(event: JournalEvent) -> tuple[int, float]:
+    """Return what sorts events: the attempt, and the time in unix seconds."""
     return event.attempt, event.time
 
 

@@ -131,6 +131,7 @@ class Ranking:
 
     @property
     def best(self) -> Task:
+        """The first of the tasks, which has a value."""
         return self.tasks[0]
 
     def text(self, run: RunFolder) -> str:

@@ -192,6 +192,7 @@ class _Key(NamedTuple):
 
 
 def _key(record: DrillRecord) -> _Key:
+    """Return the rank and the position of a record."""
     return _Key(record.rank, record.step, record.epoch, record.samples)
 
 

@@ -109,6 +109,7 @@ class Conversion:
             self.marks.setdefault(line, []).append((group, text))
 
     def note(self, line: int, sentence: str) -> None:
+        """Add a note for the user to a line, or with 0 to the whole script."""
         self.notes.append((line, sentence))
 
     def group(self, line: int) -> Mark:
@@ -218,6 +219,7 @@ class ArgumentWriter:
         return f"${name}"
 
     def expand(self, names: list[str], at: int) -> None:
+        """Add `names`, of line `at`, to ``expand``."""
         for name in names:
             self.result.append("expand", name, at)
 

@@ -70,6 +70,7 @@ class Directives:
     replaced: list[tuple[int, str]] = field(default_factory=list)
 
     def get(self, name: str) -> str | None:
+        """Return the value of an option; None where the script does not have it."""
         return self.options.get(name, (None, 0))[0]
 
     def line(self, *names: str) -> int:

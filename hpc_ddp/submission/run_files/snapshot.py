@@ -217,6 +217,7 @@ def note_script(code: Path, script: Path, inside: Path) -> None:
 
 
 def _place_of_script(code: Path) -> Path:
+    """Return the path of the file beside a snapshot that `note_script` writes."""
     return code.with_name(f".script-{code.name}")
 
 

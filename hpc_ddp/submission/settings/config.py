@@ -101,6 +101,7 @@ class Settings:
     limits: operators.Limits | None = None
 
     def get(self, key: str, default: Any = None) -> Any:
+        """Return the value of a key, `default` where no layer has it."""
         return self.values.get(key, default)
 
     def layer(self, key: str, name: str | None = None) -> Layer | None:
