@@ -15,6 +15,7 @@ a rank is measured with the fewest ranks, and the formula is printed beside each
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import resource
@@ -60,6 +61,7 @@ def connections() -> int:
 
 def work(kind: type[Control], rank: int, ranks: int, port: int) -> dict[str, Any]:
     """Be one rank; return the figures."""
+    gc.disable()
     torch.set_num_threads(1)
     store = TCPStore("127.0.0.1", port, is_master=False)
     # The default group of a real job is NCCL's; this one connects to nothing.
@@ -90,6 +92,8 @@ def measure(kind: type[Control], ranks: int) -> dict[str, float]:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     reader, writer = os.pipe()
+    gc.collect()
+    gc.freeze()  # a collection would touch, and so copy, all objects in each rank
     pids = []
     for rank in range(ranks):
         pid = os.fork()

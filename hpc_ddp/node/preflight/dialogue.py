@@ -213,7 +213,8 @@ class Dialogue:
         """
         if failed := _LAUNCH.match(text):
             why = f"Slurm can't start a task: {failed[2]}"
-            for node in [failed[1]] if failed[1] in self.reports else self.reports:
+            nodes = [failed[1]] if failed[1] in self.reports else list(self.reports)
+            for node in nodes:
                 self.reports[node].faults.append(("silent", why))
             raise LaunchError
         if task := _TASK.match(text):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from types import CellType, FunctionType, MethodType
+from types import CodeType, ModuleType
 from typing import Any
 
 import torch
@@ -18,7 +20,8 @@ from hpc_ddp.training.checkpoint.state import ignored_by_ddp
 from hpc_ddp.training.models.dtensor import fsdp_modules, is_sharded, reshard
 
 TOGETHER = 1 << 26  # bytes of a broadcast of several buffers
-BOUND = (FunctionType, MethodType)  # may be bound to a module
+MOST_PARTS = 10_000  # of what a function refers to
+NO_HOLDERS = (nn.Module, torch.Tensor, ModuleType, CodeType, type)  # hold no model of a function's
 
 
 @contextmanager
@@ -125,17 +128,21 @@ def averaged(model: torch.nn.Module, decay: float) -> Average:
     return Average(model, decay)
 
 
-def _is_bound_to(function: Any, module: torch.nn.Module) -> bool:
-    """Return whether a function is a method of `module`, or a closure over it or such a method."""
-    functions, visited = [function], set[int]()
-    for bound in functions:  # it grows
-        visited.add(id(bound))
-        cells = getattr(bound, "__closure__", None) or ()
-        parts = [cell.cell_contents for cell in cells if cell != CellType()]
-        parts += [getattr(bound, name, None) for name in ("__self__", "__wrapped__")]
-        if any(part is module for part in parts):
+def _refers_to(function: Any, module: torch.nn.Module) -> bool:
+    """Return whether a function, or what it holds (a closure, defaults, an object's attributes),
+    refers to `module`. Globals, other modules, and more than `MOST_PARTS` parts are left out."""
+    parts, visited = [function], set[int]()
+    while parts and len(visited) < MOST_PARTS:
+        part = parts.pop()
+        if part is module:
             return True
-        functions += [p for p in parts if isinstance(p, BOUND) and id(p) not in visited]
+        if id(part) in visited or isinstance(part, NO_HOLDERS):
+            continue
+        visited.add(id(part))
+        scope = getattr(part, "__globals__", None)
+        parts += [referent for referent in gc.get_referents(part) if referent is not scope]
+        if isinstance(part, weakref.ref):
+            parts.append(part())
     return False
 
 
@@ -152,7 +159,7 @@ class Average(AveragedModel):
         for part, copied in zip(model.modules(), self.module.modules(), strict=True):
             # As that of torch.compile or of a CUDA graph, which a copy shares; methods are copied.
             forward = vars(part).get("forward")
-            if forward is vars(copied).get("forward") and _is_bound_to(forward, part):
+            if forward is vars(copied).get("forward") and _refers_to(forward, part):
                 del vars(copied)["forward"]
         self._decay = decay
         self._begun_on = _device_of(model)

@@ -136,8 +136,9 @@ class Notices:
         poll.register(self._reader, select.POLLIN)
         while not self._ended:
             self._look()
-            is_ready = poll.poll(POLL_S * 1000)
-            for number in self._reader.recv(4096) if is_ready else b"":
+            if not poll.poll(POLL_S * 1000):
+                continue
+            for number in self._reader.recv(4096):
                 if number in SIGNALS:  # the socket gets all handled ones: SIGCHLD, for one
                     self._handle_signal(signal.Signals(number))
 

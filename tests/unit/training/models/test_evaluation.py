@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import io
+import weakref
+from collections.abc import Callable
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -73,11 +76,28 @@ def test_the_average_follows_weights_and_statistics() -> None:
         averaged(model, 1.5)
 
 
-def test_an_average_has_no_forward_of_its_model() -> None:
+def by_default(net: Any) -> Any:
+    return lambda inputs, model=net: nn.Sequential.forward(model, inputs)
+
+
+def by_reference(net: Any) -> Any:
+    reference, calls = weakref.ref(net), [nn.Sequential.forward]
+    return lambda inputs: calls[0](reference(), inputs)
+
+
+@pytest.mark.parametrize(
+    "forward_of",
+    [
+        lambda net: lambda inputs, plain=net.forward: plain(inputs),
+        lambda net: partial(nn.Sequential.forward, net),
+        by_default,
+        by_reference,
+    ],
+)
+def test_an_average_has_no_forward_of_its_model(forward_of: Callable[[Any], Any]) -> None:
     """A compiled forward, or a CUDA graph's, is a function, which a copy of the model shares."""
     net = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Dropout(0.5))
-    plain: Any = net.forward
-    vars(net)["forward"] = lambda inputs: plain(inputs)
+    vars(net)["forward"] = forward_of(net)
     ema = averaged(net, 0.5)
     for model, number in ((net, 1.0), (ema.module, 2.0)):
         nn.init.constant_(next(model.parameters()), number)
