@@ -77,11 +77,13 @@ def test_the_average_follows_weights_and_statistics() -> None:
 
 
 def by_default(net: Any) -> Any:
-    return lambda inputs, model=net: nn.Sequential.forward(model, inputs)
+    kind: Any = nn.Sequential
+    return lambda inputs, model=net: kind.forward(model, inputs)
 
 
 def by_reference(net: Any) -> Any:
-    reference, calls = weakref.ref(net), [nn.Sequential.forward]
+    kind: Any = nn.Sequential
+    reference, calls = weakref.ref(net), [kind.forward]
     return lambda inputs: calls[0](reference(), inputs)
 
 
