@@ -90,9 +90,9 @@ class Trial:
         print(f"- sockets of a rank: {statistics.median(sockets):.0f}, {max(sockets)} at most")
         newest = published(self.crew.run.checkpoints)[0]
         files, index = read_manifest(newest)["files"], open_checkpoint(newest).index
-        save = events["checkpoint"][-1]
-        size = f"{len(files) + 1} files, {save['bytes'] / 1e6:.1f} MB, {len(index.layouts)} layouts"
-        print(f"- {newest.name}: {size}, written in {save['write_s']:.2f} s", flush=True)
+        print(f"- {newest.name}: {len(files) + 1} files, {len(index.layouts)} layouts", flush=True)
+        for save in events["checkpoint"][-1:]:  # none of an attempt of a few steps
+            print(f"- {save['bytes'] / 1e6:.1f} MB, written in {save['write_s']:.2f} s", flush=True)
 
 
 def main() -> None:
@@ -101,8 +101,8 @@ def main() -> None:
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
     ranks, later = (int(word) for word in (sys.argv[1:] or ["512", "384"]))
-    zygote = Zygote("cpu")
     with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
+        zygote = Zygote(Path(name), "cpu")
         alone = Trial(zygote, Path(name) / "alone").attempt(1)
         trial = Trial(zygote, Path(name) / "many")
         first = trial.attempt(ranks, STOP_AT)
