@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from hpc_ddp.core.job.slurm_options import SBATCH, SHORT_OPTIONS, full_name
-from hpc_ddp.core.job.slurm_values import array_indexes, seconds_of
+from hpc_ddp.core.job.slurm_values import array_indexes, slurm_seconds
 
 # Printed by a command to which the controller has not answered; another try may do better.
 NO_ANSWER = re.compile(
@@ -370,7 +370,7 @@ def _field(text: str, pattern: str) -> str:
 def _left_s(run_time: str, limit: str) -> float | None:
     """Return the seconds between a job's run time and its limit, negative beyond it; inf without a
     limit, None where one of the two is unknown. Both are in Slurm's notation, as ``1-12:00:00``."""
-    elapsed_s, limit_s = seconds_of(run_time), seconds_of(limit)
+    elapsed_s, limit_s = slurm_seconds(run_time), slurm_seconds(limit)
     if limit == "UNLIMITED":
         return math.inf
     return None if elapsed_s is None or limit_s is None else float(limit_s - elapsed_s)

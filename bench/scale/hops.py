@@ -3,7 +3,7 @@
 ``python bench/scale/hops.py`` puts two ranks into network namespaces of their own, joined by a veth
 pair. They pass a small tensor there and back in a Gloo group (a broadcast from either), idle and
 beside busy loops, one for each core. An agreement of W ranks is a reduce up and a broadcast down a
-tree of groups of 32, and within a group Gloo's are binomial trees: hops in a row as `hops_of` says.
+tree of groups of 16, and within a group Gloo's are binomial trees: hops in a row as `hops_of` says.
 The largest W that is measured here has 32 ranks, all on this machine. Needs root.
 """
 
@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore  # torch.distributed re-exports it untyped
 
-FANOUT = 32  # of hpc_ddp.training.process.control_tree
+FANOUT = 16  # of hpc_ddp.training.process.control_tree
 ROUNDS = 2000
 NAMES = "hd-hop-0", "hd-hop-1"
 ADDRESSES = "10.213.77.1", "10.213.77.2"

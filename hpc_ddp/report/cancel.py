@@ -153,7 +153,7 @@ def _live_jobs(
     where the journal can't be read.
     """
     targets, unclear = [], []
-    paths, events = _Paths.of(run), run.events()
+    paths, events = _Paths.of(run), run.events() if jobs else []
     submitted = last_event(events, Submitted)
     is_allocation = submitted is not None and submitted.backend == "salloc"
     has_stopped = isinstance(last_event(events, Started, VerdictGiven), VerdictGiven)

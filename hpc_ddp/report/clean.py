@@ -214,8 +214,9 @@ def _check_deletable(run: RunFolder, root: Path, queue: Queue) -> None:
 def _is_from_hpc_ddp(run: RunFolder) -> bool:
     """Return whether hpc-ddp has made a folder with a job.json: a journal or a copy of hpc-ddp lies
     beside it. False where job.json is broken or can't be read."""
-    has_traces = run.journal_folder.is_dir() or (run.lib / "hpc_ddp").is_dir()
-    return spec_of(run) is not None and has_traces
+    if spec_of(run) is None:
+        return False
+    return run.journal_folder.is_dir() or (run.lib / "hpc_ddp").is_dir()
 
 
 def _deletable_paths(run: RunFolder, state: RunState, checkpoints_only: bool) -> tuple[Path, ...]:

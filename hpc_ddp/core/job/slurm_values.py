@@ -39,7 +39,7 @@ def parse_time(text: str) -> int:
     return a * 60 + b
 
 
-def seconds_of(text: str) -> int | None:
+def slurm_seconds(text: str) -> int | None:
     """Return the seconds of a Slurm time (`parse_time`); None for any other text, as UNLIMITED."""
     try:
         return parse_time(text)

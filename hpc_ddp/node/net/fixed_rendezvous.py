@@ -149,7 +149,7 @@ class FixedRendezvous:
                 raise self._timeout_error(f"{', '.join(missing[:MOST_NAMED])}{more} did not join")
             time.sleep(LOOK_EVERY_S)
         for rank, content in enumerate(self._call(self.store.multi_get, keys)):
-            self._verify(f"{JOINED}/{rank}", content, (JOINED,))
+            self._word_of(f"{JOINED}/{rank}", content, (JOINED,))
 
     def _wait_for_outcome(self, end: float) -> None:
         """Return once the round has begun. Raise RendezvousTimeoutError `GRACE_S` after `end`, a
@@ -204,12 +204,12 @@ class FixedRendezvous:
 
     def _read(self, name: str, *words: str) -> str:
         """Return which of `words` the key `name` of the next round stands for, '' where the store
-        has no such key. Raise RendezvousStateError as `_verify`."""
+        has no such key. Raise RendezvousStateError as `_word_of`."""
         if not self._call(self.store.check, [self._key(name)]):
             return ""
-        return self._verify(name, self._call(self.store.get, self._key(name)), words)
+        return self._word_of(name, self._call(self.store.get, self._key(name)), words)
 
-    def _verify(self, name: str, content: bytes, words: Sequence[str]) -> str:
+    def _word_of(self, name: str, content: bytes, words: Sequence[str]) -> str:
         """Return which of `words` the `content` of the key `name` stands for; raise
         RendezvousStateError for any other content."""
         from torch.distributed.elastic.rendezvous import RendezvousStateError

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 PATIENCE_S = 900.0  # SlurmdTimeout is 300 s by default, and noticed a third later
 PAUSE_S = 5.0
 ASK_EVERY_S = 30.0
-DEPUTY_INDICES = (1, 2)  # by index: few, since all would ask the controller
+DEPUTY_INDICES = (1, 2)  # few, since all would ask the controller
 
 
 def watch(place: Place, environ: dict[str, str]) -> threading.Event:

@@ -10,7 +10,7 @@ from typing import Any
 from hpc_ddp import slurm
 from hpc_ddp.core.errors import HpcDdpError
 from hpc_ddp.core.job.job_ref import JobRef
-from hpc_ddp.core.job.slurm_values import seconds_of
+from hpc_ddp.core.job.slurm_values import slurm_seconds
 from hpc_ddp.core.journal import goodput
 from hpc_ddp.core.journal.enums import Action
 from hpc_ddp.core.journal.events import (
@@ -198,7 +198,7 @@ def _is_running(task: RunFolder, queue: Queue) -> bool:
 def _time_left_s(queued: Sequence[QueuedJob]) -> float | None:
     """Return the seconds that squeue leaves to the running job; None for a job without a time
     limit, and where no job runs."""
-    left_s = seconds_of(next((job.time_left for job in queued if job.state == "RUNNING"), ""))
+    left_s = slurm_seconds(next((job.time_left for job in queued if job.state == "RUNNING"), ""))
     return None if left_s is None else float(left_s)
 
 

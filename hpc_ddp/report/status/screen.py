@@ -147,7 +147,8 @@ class Screen:
         """Leave the screen for a command of hpc-ddp, which Ctrl-C ends, and come back once the user
         presses Enter below its output. Raise OSError if it can't be started."""
         curses.endwin()
-        before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is the command's
+        # A command that is started while Ctrl-C is ignored would ignore it, too.
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
             print(f"$ hpc-ddp {' '.join(words)}", flush=True)
             argv = [sys.executable, "-c", _MAIN, *words, "--runs-dir", str(self._root)]

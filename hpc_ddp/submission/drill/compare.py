@@ -216,7 +216,7 @@ def _nearest(base: Sequence[DrillRecord], record: DrillRecord) -> DrillRecord | 
 
 def _moment(record: DrillRecord) -> tuple[int, str, _Key]:
     """Return what is equal for the records of all ranks at one moment of an attempt."""
-    return record.attempt, record.at, _key(record)._replace(rank=0)
+    return record.attempt, record.at, _key(record)._replace(rank=0)  # one key for all ranks
 
 
 def _values(record: DrillRecord) -> dict[str, str]:

@@ -45,6 +45,11 @@ _OF_JOB = re.compile(r"\bSLURM_(JOB_?ID|ARRAY_JOB_ID)\b")
 _DRAWN = re.compile(r"\$\{?S?RANDOM\b|\$\{?\$|[(`]\s*(date|mktemp|uuidgen)\b")
 
 
+def _is_of_shell(name: str) -> bool:
+    """Return whether the shell that submits may give the job a variable of this name."""
+    return not (name.startswith("SLURM_") or is_of_hpc_ddp(name))
+
+
 def _program_text(result: Conversion, folder: Path) -> str:
     """Return the text of the program that a conversion names, seen from `folder`; '' where it can't
     be read."""
@@ -79,9 +84,7 @@ def _add_notes(result: Conversion, scope: Scope, missing: set[str]) -> None:
         (missing - of_shell, f"not set in this shell: to be exported before hpc-ddp submit{end}"),
         (of_shell, "taken as unset: if your shell has one, write it"),
     ):
-        names = [  # that a shell may give to a job
-            f"${n}" for n in sorted(variables) if not (n.startswith("SLURM_") or is_of_hpc_ddp(n))
-        ]
+        names = [f"${name}" for name in sorted(variables) if _is_of_shell(name)]
         if names:
             result.note(0, f"{', '.join(names)}: {reason}")
 
@@ -167,23 +170,22 @@ def _choose_launch(reader: Reader, result: Conversion) -> tuple[Launch | None, i
             statement.launch = None  # a preparation
         elif statement is not chosen:
             statement.lost = "a second launch: a job has one; submit this one as its own job"
-    _note_place(chosen, training, nodes, result)
-    return None if chosen.lost else training, at
-
-
-def _note_place(chosen: Statement, training: Launch, nodes: int, result: Conversion) -> None:
-    """Set `lost` of the training's statement where a step starts it on fewer than the job's
-    `nodes`. Note where plain Python is on fewer nodes, and the file that the launch writes to."""
-    count = training.nodes or (0 if training.step else 1)
-    text = f"a launch on {count} of {nodes} nodes"
-    is_on_fewer = 0 < count < nodes and not training.in_loop
-    if is_on_fewer and training.step:
-        chosen.lost = f"{text}: submit it as a job of its own: --nodes N"
-    elif is_on_fewer:
-        result.note(chosen.lines[0], f"{text}: hpc-ddp starts it on all")
     if chosen.output:
         text = f"its output is in the run's log, not in {chosen.output}: hpc-ddp logs"
         result.note(chosen.lines[0], text)
+    if text := _fewer_nodes(training, nodes):
+        if training.step:
+            chosen.lost = f"{text}: submit it as a job of its own: --nodes N"
+            return None, at
+        result.note(chosen.lines[0], f"{text}: hpc-ddp starts it on all")
+    return training, at
+
+
+def _fewer_nodes(training: Launch, nodes: int) -> str:
+    """Return a text that says on how many of the job's `nodes` a launch is; '' if on all."""
+    count = training.nodes or (0 if training.step else 1)
+    is_on_fewer = 0 < count < nodes and not training.in_loop
+    return f"a launch on {count} of {nodes} nodes" if is_on_fewer else ""
 
 
 def _drop_node_checks(statements: Sequence[Statement]) -> None:

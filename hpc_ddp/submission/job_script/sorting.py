@@ -55,7 +55,7 @@ _OF_LINES = {"setup", "node-setup", "worker-setup", "teardown"}
 _OF_A_LOGIN = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "MANPATH", "HOME", "TMPDIR", "LANG")
 
 
-class Outcome(NamedTuple):
+class Fate(NamedTuple):
     """The group of a statement; its key, or the reason for the group; and the set-up
     or clean-up line that it becomes, else ''."""
 
@@ -213,32 +213,32 @@ class Sorter:
         is_outside = is_outside and statement.inside and not statement.name
         return reason or (_OUTSIDE if is_outside and not _IN_BOTH.match(text) else "")
 
-    def _sort(self, statement: Statement, index: int) -> Outcome:
+    def _sort(self, statement: Statement, index: int) -> Fate:
         """Put a statement's ``chdir`` and variables into the conversion, and return what becomes of
         it. Called for the last statement first: later ones say which variables are needed."""
         is_after = index > self._at
         is_print = bool(PRINTS.match(statement.text))
         if statement.lost or statement.decided:
             group = LOST if statement.lost else OURS
-            return Outcome(group, statement.lost or statement.decided)
+            return Fate(group, statement.lost or statement.decided)
         if statement.name:
             return self._assignment(statement, index)
         if statement.sets and not statement.defines and all(map(is_of_hpc_ddp, statement.sets)):
-            return Outcome(OURS, "it changes what hpc-ddp decides")
+            return Fate(OURS, "it changes what hpc-ddp decides")
         if statement.defines and statement.defines not in self._needed:
-            return Outcome(OURS, "a function that nothing calls")
+            return Fate(OURS, "a function that nothing calls")
         if reason := self._reason(DECIDED, statement, is_after):
-            return Outcome(OURS, reason)
+            return Fate(OURS, reason)
         if is_print and (self._prints_ours(statement) or (statement.inside and is_after)):
-            return Outcome(OURS, "it prints a variable that is left out")
+            return Fate(OURS, "it prints a variable that is left out")
         if statement.inside and is_after:
-            return Outcome(LOST, "after the program, in each task: there is no such key")
+            return Fate(LOST, "after the program, in each task: there is no such key")
         folder = self._folder(statement, index)
         if folder == self._start:
-            return Outcome(OURS, "the job runs there already")
+            return Fate(OURS, "the job runs there already")
         if folder:
             self._enter(folder, statement.lines[0])
-            return Outcome(TAKEN, "chdir")
+            return Fate(TAKEN, "chdir")
         return self._keep(statement, statement.text, is_after)
 
     def _reason(self, rules: Rules, statement: Statement, is_after: bool) -> str:
@@ -250,7 +250,7 @@ class Sorter:
             text = re.sub(rf"(?<=[\s/\"']){re.escape(self._name)}(?=[\s\"';)]|$)", "$0", text)
         return first_reason(rules, text, is_after)
 
-    def _keep(self, statement: Statement, text: str, is_after: bool) -> Outcome:
+    def _keep(self, statement: Statement, text: str, is_after: bool) -> Fate:
         """Make a set-up line, or with `is_after` a clean-up line, of a statement; note what it sets
         and needs. The batch script's variables in a task's line go to ``expand``. A function that
         clean-up lines need is defined for them, too, or for them alone: then the line is ''."""
@@ -270,7 +270,7 @@ class Sorter:
         self._needed |= names
         self._needed_before |= names if is_before else set()
         self._needed_after |= names if is_after else set()
-        return Outcome(TAKEN, key, text)
+        return Fate(TAKEN, key, text)
 
     def _prints_ours(self, statement: Statement) -> bool:
         """Return whether a print, not into a file, names a variable that is left out: hpc-ddp's,
@@ -313,7 +313,7 @@ class Sorter:
         place = os.path.join(self._start, os.path.expanduser(folder)) if is_moved else folder
         values["chdir"] = place, line
 
-    def _assignment(self, statement: Statement, index: int) -> Outcome:
+    def _assignment(self, statement: Statement, index: int) -> Fate:
         """Put a used variable into the conversion (`_write_variable`), of a secret only the name;
         return what becomes of the assignment."""
         name, assigned = statement.name, statement.assigned
@@ -324,23 +324,23 @@ class Sorter:
         if is_secret(name, content) or content.startswith("<"):
             if is_used:
                 self.result.append("env-names", name, statement.lines[0])
-            return Outcome(LOST, MARK.format(name))
+            return Fate(LOST, MARK.format(name))
         if statement.exported and is_option_of_step(name):
             if name.endswith("CPUS_PER_TASK"):
-                return Outcome(OURS, "the step has the job's CPUs")
+                return Fate(OURS, "the step has the job's CPUs")
             text = f"{name} would change hpc-ddp's step: an option of srun in its place"
-            return Outcome(LOST, text)
+            return Fate(LOST, text)
         if is_of_hpc_ddp(name) and (name not in self._needed or statement.inside):
-            return Outcome(OURS, f"workers have hpc-ddp's {name}, if any")
+            return Fate(OURS, f"workers have hpc-ddp's {name}, if any")
         if is_used or statement.inside:
             return self._write_variable(statement, index, is_used)
         if not statement.of_script:
-            return Outcome(TAKEN, "the launch")
+            return Fate(TAKEN, "the launch")
         if is_known(assigned):
-            return Outcome(TAKEN, "its value, where it is used")
-        return Outcome(OURS, "nothing that is left needs it")
+            return Fate(TAKEN, "its value, where it is used")
+        return Fate(OURS, "nothing that is left needs it")
 
-    def _write_variable(self, statement: Statement, index: int, is_used: bool) -> Outcome:
+    def _write_variable(self, statement: Statement, index: int, is_used: bool) -> Fate:
         """Put a variable that the shell passes on into ``env-names``, or one that can be there into
         ``env``, if `is_used`. Else it becomes a set-up or clean-up line, for which it is exported
         where later ones, or a task, need it. Return what becomes of the assignment."""
@@ -350,13 +350,13 @@ class Sorter:
         is_first = not any(name in {s.name, *s.sets} for s in self._statements[:index])
         if is_used and is_passed and is_first and index < self._brought_at:
             self.result.append("env-names", name, line)
-            return Outcome(TAKEN, "env-names")
+            return Fate(TAKEN, "env-names")
         if is_used and self._is_for_env(statement, index) and isinstance(assigned, Word):
             self.result.env[name] = assigned.text, line
             self._kept.add(name)
             for variable in assigned.names:
                 self.result.append("expand", variable, line)
-            return Outcome(TAKEN, "env")
+            return Fate(TAKEN, "env")
         is_after = index > self._at
         later = name in self._needed_after and not is_after
         is_exported = statement.exported or later or statement.inside

@@ -361,8 +361,9 @@ class Reader:
                 for child in lines:
                     self._resolve(child, reason, OURS)
         self._resolve(node, "its condition is known")
-        for child in [child for _, lines in branches[chosen : chosen + 1] for child in lines]:
-            self._walk(child)
+        for _, lines in branches[chosen : chosen + 1]:  # none where each condition is false
+            for child in lines:
+                self._walk(child)
 
     def _for_statement(self, node: Node) -> None:
         """Append a loop: where it starts the training, over nodes or over one word, as the
@@ -391,8 +392,7 @@ class Reader:
     _c_style_for_statement = _while_statement = _for_statement
 
     def _read_one_pass(self, node: Node, word: Word) -> None:
-        """Append the statements of a loop over one word: the assignment of its variable and the
-        body."""
+        """Append the statements of a loop over one word: its variable's assignment, its body."""
         name = source(node.child_by_field_name("variable"))
         self.scope.set(name, word)
         self._add(node.children[0], f"{name}={word.bash()}", name=name, assigned=word)

@@ -141,6 +141,6 @@ def sbatch_line(name: str, value: str) -> str:
     if not value:
         return f"#SBATCH --{name}"
     if not re.fullmatch(r"[\w./:,@%+=\[\]&|*()<>-]+", value):
-        value = re.sub(r'(["\\])', r"\\\1", value)
-        return f'#SBATCH --{name}="{value}"'
+        escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+        return f'#SBATCH --{name}="{escaped}"'
     return f"#SBATCH --{name}={value}"

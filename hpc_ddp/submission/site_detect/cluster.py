@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hpc_ddp import slurm
-from hpc_ddp.core.job.slurm_values import gpus_of, seconds_of
+from hpc_ddp.core.job.slurm_values import gpus_of, slurm_seconds
 from hpc_ddp.submission.settings.user import user_name
 
 Row = Mapping[str, str]
@@ -103,7 +103,10 @@ def probe(environ: Mapping[str, str]) -> ClusterFacts:
 def _scratch(environ: Mapping[str, str]) -> list[SharedDisk]:
     """Return the disk of each variable of `SCRATCH` that is set and not empty."""
     named = [(name, environ[name]) for name in SCRATCH if environ.get(name)]
-    return [SharedDisk(n, p, Path(p).is_dir() and os.access(p, os.W_OK)) for n, p in named]
+    return [
+        SharedDisk(name, path, Path(path).is_dir() and os.access(path, os.W_OK))
+        for name, path in named
+    ]
 
 
 def _containers() -> list[str]:
@@ -279,4 +282,4 @@ def _seconds(text: str) -> int:
     """Return the seconds of a number with or without ``sec``, or of a time as ``00:02:00``; 0 for
     anything else."""
     match = re.fullmatch(r"(\d+)( sec)?", text)
-    return int(match[1]) if match else seconds_of(text) or 0
+    return int(match[1]) if match else slurm_seconds(text) or 0

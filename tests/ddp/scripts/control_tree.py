@@ -13,7 +13,7 @@ from hpc_ddp.training.process.environment import DistEnv
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--fanout", type=int, required=True)
-control_tree.FANOUT = parser.parse_args().fanout
+control_tree.FANOUT = control_tree.MOST_IN_ONE_GROUP = parser.parse_args().fanout
 
 dist.init_process_group("gloo")
 info = DistEnv.from_env()

@@ -74,7 +74,7 @@ if args.nodes:
 if args.share_files:
     index.MOST_FILES = 1
 if args.fanout is not None:
-    control_tree.FANOUT = args.fanout
+    control_tree.FANOUT = control_tree.MOST_IN_ONE_GROUP = args.fanout
 if args.word_seconds is not None:
     signals.WORD_S = args.word_seconds
 

@@ -11,7 +11,7 @@ from hpc_ddp.core.job.slurm_values import (
     gpus_of,
     parse_signal,
     parse_time,
-    seconds_of,
+    slurm_seconds,
 )
 
 
@@ -35,7 +35,7 @@ def test_a_time_is_parsed_into_seconds(text: str, seconds: int) -> None:
     [("1-02:03:04", 93784), ("02:03:04", 7384), ("UNLIMITED", None), ("", None)],
 )
 def test_a_time_of_slurms_may_be_none(text: str, seconds: int | None) -> None:
-    assert seconds_of(text) == seconds
+    assert slurm_seconds(text) == seconds
 
 
 @pytest.mark.parametrize(

@@ -30,8 +30,9 @@ def test_the_groups_are_one_tree(world_size: int, fanout: int) -> None:
 
 def test_eight_thousand_ranks_have_few_connections_and_hops() -> None:
     levels = ranks_of_levels(0, 8192, FANOUT)
-    assert [len(ranks) for ranks in levels] == [32, 32, 8]
-    assert sum(len(ranks) - 1 for ranks in ranks_of_levels(1, 8192, FANOUT)) == 31
+    assert [len(ranks) for ranks in levels] == [16, 16, 16, 2]
+    assert sum(len(ranks) - 1 for ranks in levels) == 46
+    assert sum(len(ranks) - 1 for ranks in ranks_of_levels(1, 8192, FANOUT)) == 15
 
 
 def test_calls_are_made_in_their_order_and_errors_are_raised_where_they_are_awaited() -> None:
