@@ -188,6 +188,10 @@ def main() -> NoReturn:
         __import__(name)
     gc.collect()
     gc.freeze()
+    # A fork server collects once more, which copies what all nodes' processes share here.
+    gc.disable()
+    for name in ("collect", "unfreeze", "enable"):
+        setattr(gc, name, lambda *_: 0)
     parent = WarmParent(path, client)
     print("ready", flush=True)
     parent.serve()
