@@ -251,6 +251,7 @@ def _executed(run: RunFolder) -> Iterator[Path]:
     for folder in dict.fromkeys((run.whole, run.path, *(task.path for task in run.tasks()))):
         part = RunFolder(folder)
         tops = [part.job_json, part.script, part.journal_folder, part.logs, part.checkpoints]
+        tops += [part.start_note, part.limits_json]
         tops += [
             part.submitit,
             *part.submitit.glob("su*.pkl"),

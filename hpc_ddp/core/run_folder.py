@@ -103,6 +103,11 @@ class RunFolder:
         return self.path / "job.json"
 
     @property
+    def start_note(self) -> Path:
+        """The note by which a start is undone that Slurm has not accepted."""
+        return self.path / ".before-start.json"
+
+    @property
     def limits_json(self) -> Path:
         """The JSON file of the limits that operators have set for a run, by their keys."""
         return self.path / "limits.json"

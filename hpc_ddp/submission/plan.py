@@ -26,7 +26,6 @@ from hpc_ddp.core.console.notification import read_addresses
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.file_io import (
     check_links,
-    close_to_others,
     drafted_folder,
     make_folders,
     write_json,
@@ -40,7 +39,7 @@ from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.live_jobs import check_idle
 from hpc_ddp.submission.run_files import snapshot
 from hpc_ddp.submission.run_files.earlier import note_earlier, undo_start
-from hpc_ddp.submission.run_files.library import carry_library
+from hpc_ddp.submission.run_files.library import carry_library, close_code
 from hpc_ddp.submission.run_files.start_claim import claim_start
 from hpc_ddp.submission.script.mistakes import find_mistakes
 from hpc_ddp.submission.script.render import Rendering
@@ -179,7 +178,7 @@ class Plan:
         elif self.copies_code:
             snapshot.take(self.spec.program, run, self.exclude)
         if self.code.is_relative_to(run.path):
-            close_to_others(self.code)
+            close_code(self.code)
         spec = self.spec
         if not (self.is_new or run.is_task or spec.backend == "local"):  # which plays the job's
             spec = _with_all_tasks(spec, run)

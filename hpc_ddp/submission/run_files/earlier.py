@@ -31,10 +31,9 @@ def note_earlier(run: RunFolder) -> None:
     part began anew, and the names of the snapshots and of the checkpoints set aside. Raise OSError
     where a file can't be read, or the note can't be written."""
     parts = (run, *run.tasks())
-    files = (run.job_json, run.limits_json, run.script, *(part.cancelled for part in parts))
     contents = {
         str(path.relative_to(run.path)): path.read_bytes().decode(errors="surrogateescape")
-        for path in files
+        for path in _changed_files(run)
         if path.exists()
     }
     note = {
@@ -45,14 +44,20 @@ def note_earlier(run: RunFolder) -> None:
         "code": [path.name for path in _snapshots(run)],
         "aside": [str(path.relative_to(run.path)) for path in _aside(run)],
     }
-    write_whole(_note_of(run), json.dumps(note), mode=0o600)  # variables may be secret
+    write_whole(run.start_note, json.dumps(note), mode=0o600)  # variables may be secret
+
+
+def _changed_files(run: RunFolder) -> list[Path]:
+    """Return the files that a start of `run` may change."""
+    marks = (part.cancelled for part in (run, *run.tasks()))
+    return [run.job_json, run.limits_json, run.script, *marks]
 
 
 def remove_note(run: RunFolder) -> None:
     """Remove the note of a start that Slurm has accepted. Where the disk refuses, it stays, and
     nothing is raised: the job's first attempt makes it void."""
     with suppress(OSError):
-        _note_of(run).unlink()
+        run.start_note.unlink()
 
 
 def undo_start(run: RunFolder) -> None:
@@ -63,12 +68,13 @@ def undo_start(run: RunFolder) -> None:
     Nothing is raised. A file that can't be written stays as it is; where the disk refuses that or
     anything else, stderr says so, and the note stays for the next try.
     """
-    note = read_json(_note_of(run))
+    note = read_json(run.start_note)
     if not note:
         return
     refusals: list[OSError] = []
-    for name, text in note["files"].items():
-        path, content = run.path / name, text.encode(errors="surrogateescape")
+    names = {str(path.relative_to(run.path)): path for path in _changed_files(run)}
+    for name in note["files"].keys() & names.keys():
+        path, content = names[name], note["files"][name].encode(errors="surrogateescape")
         try:
             if not path.exists() or path.read_bytes() != content:
                 write_whole(path, content, mode=0o644)
@@ -109,7 +115,7 @@ def undo_broken_start(run: RunFolder) -> None:
     """
     for part in {run.path: run, run.whole: RunFolder(run.whole)}.values():
         for folder in (part, *part.tasks()):
-            if _note_of(folder).exists():
+            if folder.start_note.exists():
                 _undo_if_broken(folder)
 
 
@@ -118,7 +124,7 @@ def _undo_if_broken(run: RunFolder) -> None:
     claimed meanwhile."""
     claim_start(run)
     try:
-        note = read_json(_note_of(run))
+        note = read_json(run.start_note)
         if not note:
             return
         if _count_attempts(run) > note["attempts"]:
@@ -140,11 +146,6 @@ def _undo_if_broken(run: RunFolder) -> None:
             )
     finally:
         release_start(run)
-
-
-def _note_of(run: RunFolder) -> Path:
-    """Return the path of a run's note."""
-    return run.path / ".before-start.json"
 
 
 def _begun_anew(run: RunFolder) -> int:

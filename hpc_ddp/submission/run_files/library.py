@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import shutil
 from functools import partial
+from pathlib import Path
 
-from hpc_ddp.core.file_io import close_to_others, drafted_folder
+from hpc_ddp.core.file_io import close_to_others, drafted_folder, set_folder_mode
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.submission.package_files import PACKAGE
 from hpc_ddp.submission.settings.fabric_profiles import for_auto
@@ -37,8 +38,19 @@ def carry_library(run: RunFolder) -> None:
         shutil.copy(PACKAGE / "node" / "entry.py", draft / "node.py")
         # Python 3.10, which a node may have, reads no TOML.
         (draft / "fabrics.json").write_text(json.dumps(for_auto(), indent=1))
-        close_to_others(draft)
+        close_code(draft)
         shutil.rmtree(earlier, ignore_errors=True)
         if run.lib.exists():
             run.lib.rename(earlier)
     shutil.rmtree(earlier, ignore_errors=True)
+
+
+def close_code(tree: Path) -> None:
+    """Remove the right to write from a folder with code, for all users but the owner, and make the
+    folders in which Python keeps what it compiles: a worker would make them with the user's umask,
+    and members of the group could put code of theirs there. Raise OSError where that fails."""
+    for folder in {path.parent for path in tree.rglob("*.py")}:
+        cache = folder / "__pycache__"
+        cache.mkdir(exist_ok=True)
+        set_folder_mode(cache, 0o755)
+    close_to_others(tree)

@@ -253,13 +253,14 @@ def best_steps(folder: Path) -> list[int]:
 
 
 def prune(folder: Path, keep: Retention, pinned: Collection[int] = ()) -> None:
-    """Remove the checkpoints in `folder` that `keep` does not name, and all `.old-` ones; call it
-    after a newer checkpoint is durable.
+    """Remove the checkpoints in `folder` that `keep` does not name. One on its way out (`.old-`)
+    goes, too, unless it is the only one of its step, and so counts like the others.
 
     Checkpoints of the steps in `pinned`, such as the best one's, stay at any age. Raise OSError if
     the folder can't be listed; a checkpoint that can't be removed stays.
     """
-    newest_first = published(folder)
+    paths = {step_of(path): path for path in reversed(candidates(folder))}  # `.old-` comes first
+    newest_first = [*reversed(paths.values())]
     stays = set(newest_first[: keep.last])
     stays |= {path for path in newest_first if step_of(path) in pinned}
     stays |= milestones(newest_first, keep.every)

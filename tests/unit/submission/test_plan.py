@@ -338,7 +338,8 @@ def test_code_that_is_copied_in_part_is_no_runs(
     assert len([*run.code.glob(".draft-*")]) == is_killed
     again = plan_continuation(run, {}, Settings({}), project, new_code=True).write()
     assert again.code == run.newest_code == run.code / "1"
-    assert {path.name for path in again.code.iterdir()} == {"train.py", "config.yaml"}
+    names = {path.name for path in again.code.iterdir()}
+    assert names == {"train.py", "config.yaml", "__pycache__"}
     assert not [*run.code.glob(".draft-*")]
 
 

@@ -12,7 +12,7 @@ import pytest
 from hpc_ddp.cli import jobs
 from hpc_ddp.core import checkpoints
 from hpc_ddp.core.errors import HpcDdpError, UsageError
-from hpc_ddp.core.file_io import read_json, write_whole
+from hpc_ddp.core.file_io import read_json, write_json, write_whole
 from hpc_ddp.core.journal.events import Fresh
 from hpc_ddp.core.journal.journal import first_attempt
 from hpc_ddp.core.run_folder import RunFolder
@@ -22,6 +22,7 @@ from hpc_ddp.submission.restart import plan_continuation
 from hpc_ddp.submission.run_files import earlier
 from hpc_ddp.submission.run_files.start_claim import release_start
 from hpc_ddp.submission.settings.config import Settings
+from tests.skips import skip_or_fail
 from unit.fakes import Slurm, squeue_rows
 from unit.training.checkpoint.fakes import checkpoint_names, make_saver, save_steps
 
@@ -115,6 +116,26 @@ def test_a_start_that_is_broken_off_is_undone_by_the_next_one(
     assert checkpoint_names(run) == ["step-1", "step-2"]
     _plan(run)
     assert capsys.readouterr().err == ""
+
+
+def test_a_note_of_a_start_changes_no_file_but_the_runs(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Another user may have written it while the run was open."""
+    _break_off(run, monkeypatch)
+    note, profile = read_json(run.start_note), tmp_path / "profile"
+    profile.write_text("mine")
+    note["files"] |= {str(profile): "planted", "../profile": "planted", "new": "planted"}
+    write_json(run.start_note, note)
+    _plan(run)
+    assert profile.read_text() == "mine"
+    assert not (run.path / "new").exists()
+    if os.geteuid():
+        skip_or_fail("only root can give a file to another user")
+    write_json(run.start_note, note)
+    os.chown(run.start_note, 1000, -1)
+    with pytest.raises(UsageError, match=r"before-start\.json belongs to"):
+        _plan(run)
 
 
 def test_a_start_whose_job_has_begun_is_not_undone(

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from hpc_ddp.core.run_folder import RunFolder
-from hpc_ddp.submission.run_files.library import carry_library
+from hpc_ddp.submission.run_files.library import carry_library, close_code
 from tests.page_blocks import REPO
 
 
@@ -24,3 +27,22 @@ def test_operators_read_how_many_files_it_has(tmp_path: Path) -> None:
     assert sum(path.stat().st_size for path in files) / 1e6 == pytest.approx(
         float(match[2]), rel=0.2
     )
+
+
+def test_bytecode_lies_in_folders_that_no_group_can_write(tmp_path: Path) -> None:
+    """The workers have the user's umask, which is 002 where each user has a group."""
+    run = RunFolder(tmp_path / "name" / "id").make()
+    carry_library(run)
+    code = run.code / "0"
+    (code / "package").mkdir(parents=True)
+    for name in ("helper.py", "package/__init__.py"):
+        (code / name).touch()
+    close_code(code)
+    programs = ["import package, helper", "import hpc_ddp.core.run_folder"]
+    for folder, program in zip((code, run.lib), programs, strict=True):
+        env = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": ""}
+        argv = ["bash", "-c", 'umask 002; exec "$@"', "bash", sys.executable, "-c", program]
+        subprocess.run(argv, env=env, cwd=tmp_path, check=True)
+        assert [*folder.rglob("*.pyc")]
+        open_paths = [path for path in folder.rglob("*") if path.stat().st_mode & 0o022]
+        assert open_paths == []

@@ -38,6 +38,14 @@ def test_pruning_keeps_the_newest_and_bad_ones(tmp_path: Path) -> None:
     disk.remove(tmp_path / "step-1")  # somebody else was faster
 
 
+def test_a_checkpoint_whose_place_nothing_has_taken_yet_is_not_pruned(tmp_path: Path) -> None:
+    """A save of the same step was killed between its two renames."""
+    for name in ["step-5", "step-10.old-0", "step-10.old-1", "step-3.old-0"]:
+        (tmp_path / name).mkdir()
+    prune(tmp_path, Retention(2))
+    assert names_in(tmp_path) == ["step-10.old-1", "step-5"]
+
+
 @pytest.mark.parametrize(
     ("steps", "due"),
     [(range(4, 12), [5, 10]), (range(2, 21, 2), [6, 10, 16, 20]), ([6, 9, 12], [12])],
