@@ -284,6 +284,7 @@ class Statement:
     sets: set[str] = field(default_factory=set)
     of_script: bool = True  # False for one made of a part of a word
     outer: Launch | None = None  # around the bash -c in whose text it stands
+    shells: tuple[int, ...] = ()  # the child shells that run it, each by a number of its own
 
     @property
     def first(self) -> str:

@@ -155,7 +155,7 @@ class Sorter:
         name which a lost statement or a loop over the nodes sets; the conversion's `unknown` gets
         these names. A statement that only reports how the launch ended gets `decided`."""
         unknown = dict.fromkeys(self._of_nodes, "a loop")
-        outer = {id(s.launch): s.outer for s in self._statements if s.launch}.get(id(self.launch))
+        training = next((s for s in self._statements if s.launch and s.launch is self.launch), None)
         is_beside = False  # the launch runs in the background there
         status: set[str] = set()  # variables that have the launch's exit code
         started = {s.name for s in self._statements[: self._at] if s.text.endswith("=$!")}
@@ -173,7 +173,7 @@ class Sorter:
                 statement.decided = "the end of the job ends it"
                 continue
             if not statement.lost:
-                statement.lost = self._refusal(statement, index, outer, is_beside)
+                statement.lost = self._refusal(statement, index, training, is_beside)
             for name in sorted(statement.names & unknown.keys()):
                 statement.lost = statement.lost or f"it needs {name}, of {unknown[name]}"
             for name in {*statement.sets, statement.name, statement.defines} - {""}:
@@ -184,19 +184,21 @@ class Sorter:
         self.result.unknown = unknown
 
     def _refusal(
-        self, statement: Statement, index: int, outer: Launch | None, is_beside: bool
+        self, statement: Statement, index: int, training: Statement | None, is_beside: bool
     ) -> str:
         """Return why a statement can't be taken over; '' if it can.
 
-        `outer` is the launch around the training's ``bash -c``, None without one; `is_beside` says
-        that the training runs in the background by then. Without a training the first statement
+        `training` is the statement of the launch, None without one; `is_beside` says that the
+        training runs in the background by then. Without a training the first statement
         that may be one counts as the launch from then on.
         """
         text, is_after = statement.text, index > self._at
         is_settled = statement.name or self._reason(DECIDED, statement, is_after=True)
         if is_after and not (self.launch or is_settled):
             return "behind a launch that is not taken over: setup or teardown"
-        if statement.outer not in (None, outer):
+        shells = training.shells if training else ()
+        is_of_another = statement.shells != shells[: len(statement.shells)]
+        if is_of_another or statement.outer not in (None, training and training.outer):
             return "of a launch that is not taken over: setup, if needed"
         if statement.defines:
             return ""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,8 +18,6 @@ from hpc_ddp.submission.job_script.launchers import read_launch
 from hpc_ddp.submission.job_script.shell import Part, Scope, Word
 from hpc_ddp.submission.job_script.syntax import Node, commands_of, set_in, source
 
-_ON_NODES = re.compile(r"srun[^\n;]*(\\\n[^\n;]*)*\s(-w|-r|--nodelist)")
-_FROM_ZERO = re.compile(r"for\s*(?:\(\(\s*(\w+)\s*=\s*0\s*;|(\w+)\s+in\s+\$\(seq 0 )")
 _CHOOSES = "a condition that only the job knows chooses a launch"
 _OF_ARGUMENTS = "it uses the job script's own arguments"
 
@@ -29,8 +28,7 @@ class _Place:
 
     lines: tuple[int, int] | None = None  # first and last line of the statement around the text
     shift: int | None = None  # from the text's lines to the script's, if they correspond
-    inside: bool = False  # it runs in each task
-    step: str = ""  # the command that starts these tasks
+    step: str = ""  # the command that starts the tasks that run it; '' in the batch script
     in_loop: bool = False  # over the nodes
 
 
@@ -52,10 +50,10 @@ class Reader:
         self._functions: dict[str, tuple[Node, Statement]] = {}
         self._place = _Place()
         self._exports_all = False
+        self._shells: tuple[int, ...] = ()  # the child shells that are being read
 
     def read(self, text: str) -> None:
-        """Read the text of a script: append its statements behind those that are there. Raises as
-        `parse`."""
+        """Append the statements of a script's text. Raises as `parse`."""
         self._walk(syntax.parse(text))
 
     def _walk(self, node: Node) -> None:
@@ -63,9 +61,11 @@ class Reader:
         node what the method for its type makes of it. A node without such a method is one
         statement, which is lost if a launch is in it."""
         kind = node.type
-        if kind in ("program", "do_group") or (
-            kind in ("compound_statement", "subshell") and self._has_launch(node)
-        ):
+        is_block = kind in ("compound_statement", "subshell") and self._has_launch(node)
+        if is_block and kind == "subshell":
+            with self._child_shell(self.scope.arguments, self.scope.are_set):
+                self._walk_children(node)
+        elif is_block or kind in ("program", "do_group"):
             self._walk_children(node)
         elif syntax.is_comment(node):
             self._resolve(node, "a comment", OURS)
@@ -90,10 +90,20 @@ class Reader:
 
     _variable_assignments = _walk_children
 
+    @contextmanager
+    def _child_shell(self, arguments: Sequence[Word] | None, are_set: bool) -> Iterator[None]:
+        """A context for the statements of a child shell; behind it the scope is as it was."""
+        before = self.scope, self._functions, self._exports_all, self._shells
+        self.scope = replace(self.scope, arguments=arguments, are_set=are_set)
+        self.scope.values, self.scope.versions = {**before[0].values}, Counter(before[0].versions)
+        self._functions, self._shells = {**self._functions}, (*self._shells, len(self.statements))
+        yield
+        before[0].is_open |= self.scope.is_open  # for the launch's own variables
+        self.scope, self._functions, self._exports_all, self._shells = before
+
     def _at(self, node: Node) -> tuple[int, int]:
         """Return the first and the last line of a node in the script, from 1."""
-        shift, first = self._place.shift or 0, node.start_point[0] + 1
-        last = max(first, node.end_point[0] + (1 if node.end_point[1] else 0))
+        shift, (first, last) = self._place.shift or 0, syntax.lines_of(node)
         if self._place.lines and self._place.shift is None:
             return self._place.lines
         return first + shift, last + shift
@@ -103,7 +113,8 @@ class Reader:
         and return it. The scope forgets the variables, arguments and folder that a command may
         change. A statement that uses arguments which are not known is lost."""
         text = text or source(node).strip()
-        statement = Statement(text, self._at(node), inside=self._place.inside, **known_facts)
+        at, inside = self._at(node), bool(self._place.step)
+        statement = Statement(text, at, inside=inside, shells=self._shells, **known_facts)
         if not (statement.name or statement.launch or statement.defines):
             statement.sets = set_in(node)
             for name in statement.sets | self._set_by_functions(node):
@@ -114,7 +125,8 @@ class Reader:
                     self.scope.arguments = None  # from here on only the job knows them
             if syntax.sets_anything(text):
                 self.scope.is_open = True
-            if statement.first != "cd" and re.search(r"(^|[\s;&])(cd|pushd|popd)\b", text):
+            before = r"[\s;&\"'(]" if statement.first == "eval" else r"[\s;&]"
+            if statement.first != "cd" and re.search(rf"(^|{before})(cd|pushd|popd)\b", text):
                 self.scope.set("PWD", None)
         is_plain = not (statement.launch or statement.defines or self.scope.are_set)
         if is_plain and syntax.uses_arguments(text, is_without=self.scope.has_none):
@@ -168,7 +180,7 @@ class Reader:
             return
         code = " ".join(word.script for word in words[1:]) if first == "eval" else ""
         if code and self._has_launch(code):
-            self._look_into(code, node, self._place.step)
+            self._read_text(code, node, self._place.step)
             return
         if first == "shift" and self.scope.arguments is not None:
             self._shift(words, node)
@@ -220,11 +232,9 @@ class Reader:
         assert outer.inner is not None
         count, word = len(self.statements), self._name_outer_code(outer.inner, node)
         self.of_batch |= {*word.names}
-        before = self.scope.arguments, self.scope.are_set
-        self.scope.arguments, self.scope.are_set = outer.args, False
         step = outer.step or self._place.step
-        self._look_into(inner_text(word), node, step, outer.inner.line)
-        self.scope.arguments, self.scope.are_set = before
+        with self._child_shell(outer.args, False):
+            self._read_text(inner_text(word), node, step, outer.inner.line)
         self._resolve(node, "the launch")
         for statement in self.statements[count:]:
             statement.outer = outer if statement.inside else None
@@ -244,23 +254,21 @@ class Reader:
                 is_number = part.text.startswith("$((")
                 self.scope.set(name, Word((part,)) if is_number else None)
                 text, place = f'{name}="{part.text}"', self._place
-                self._place = replace(place, inside=False)
+                self._place = replace(place, step="")
                 statement = self._add(node, text, name=name, of_script=False)
                 statement.lines = (statement.lines[0],) * 2
                 parts[index], self._place = Part(f"${{{name}}}", True), place
         return Word(tuple(parts))
 
-    def _look_into(self, text: str, node: Node, step: str, line: int = 0) -> None:
+    def _read_text(self, text: str, node: Node, step: str, line: int = 0) -> None:
         """Append the statements of a script that is a text in `node`, and that tasks of `step` run,
-        or the batch script if it is ''. The text's lines are counted from `line` on, where it is
-        the last word of `node` and the lines correspond; otherwise each has all lines of `node`."""
-        before, folder, last = self._place, self.scope.values.get("PWD"), node.named_children[-1]
-        is_one = before.lines is None and line == last.start_point[0] + 1
-        is_one = is_one and source(last).count("\n") == text.count("\n")
-        shift = line - 1 if is_one and last.type in ("string", "raw_string") else None
-        self._place = _Place(self._at(node), shift, bool(step), step, before.in_loop)
+        or the batch script if it is ''. Each has all lines of `node`, unless the text's own are
+        known (`syntax.shift_of`). Raises as `parse`."""
+        before = self._place
+        shift = syntax.shift_of(node, text, line) if before.lines is None else None
+        self._place = _Place(self._at(node), shift, step, before.in_loop)
         self.read(text)
-        self._place, self.scope.values["PWD"] = before, folder
+        self._place = before
 
     def _set_by_functions(self, node: Node) -> set[str]:
         """Return the names that may be set by the functions which a block calls."""
@@ -355,11 +363,8 @@ class Reader:
         if chosen is None:
             self._add(node, lost=_CHOOSES if has_launch else "")
             return
-        for number, (_, lines) in enumerate(branches):
-            reason = "its condition is false" if number < chosen else "an earlier branch runs"
-            if number != chosen:
-                for child in lines:
-                    self._resolve(child, reason, OURS)
+        for child, reason in syntax.idle_lines(branches, chosen):
+            self._resolve(child, reason, OURS)
         self._resolve(node, "its condition is known")
         for _, lines in branches[chosen : chosen + 1]:  # none where each condition is false
             for child in lines:
@@ -371,17 +376,20 @@ class Reader:
         text, has_launch = source(node), self._has_launch(node)
         words = self.scope.words(node.children_by_field_name("value")) if has_launch else []
         if len(words) == 1 and words[0].is_static:
-            self._read_one_pass(node, words[0])
+            name = source(node.child_by_field_name("variable"))
+            self.scope.set(name, words[0])
+            self._add(node.children[0], f"{name}={words[0].bash()}", name=name, assigned=words[0])
+            self._resolve(node, "a loop over one word")
+            self._walk(node.child_by_field_name("body"))
             return
-        if not has_launch or not _ON_NODES.search(text):
+        if not has_launch or not syntax.starts_on_nodes(text):
             reason = "a loop of launches: hpc-ddp sweep, or a job for each"
             self._add(node, lost=reason if has_launch else "")
             return
         for name in set_in(node):
             self.scope.set(name, None)
             self.of_nodes.add(name)
-        if counter := _FROM_ZERO.match(text):  # it is the node's number, which each task knows
-            name = counter[1] or counter[2]
+        if name := syntax.counter_of(text):  # it is the node's number, which each task knows
             self.scope.set(name, Word((Part("$SLURM_NODEID", True),)))
             self.of_nodes.discard(name)
         self._resolve(node, "a loop over the nodes: hpc-ddp starts all of them")
@@ -390,11 +398,3 @@ class Reader:
         self._place = before
 
     _c_style_for_statement = _while_statement = _for_statement
-
-    def _read_one_pass(self, node: Node, word: Word) -> None:
-        """Append the statements of a loop over one word: its variable's assignment, its body."""
-        name = source(node.child_by_field_name("variable"))
-        self.scope.set(name, word)
-        self._add(node.children[0], f"{name}={word.bash()}", name=name, assigned=word)
-        self._resolve(node, "a loop over one word")
-        self._walk(node.child_by_field_name("body"))

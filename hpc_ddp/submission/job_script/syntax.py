@@ -298,3 +298,37 @@ def _descend(node: Node) -> Iterator[Node]:
         is_prefix = is_named and child.type == "variable_assignment"
         if child.type not in ("command_substitution", "process_substitution") and not is_prefix:
             yield from _descend(child)
+
+
+def lines_of(node: Node) -> tuple[int, int]:
+    """Return the first and the last line of a node in the text that was parsed, from 1."""
+    first = node.start_point[0] + 1
+    return first, max(first, node.end_point[0] + (1 if node.end_point[1] else 0))
+
+
+def shift_of(node: Node, text: str, line: int) -> int | None:
+    """Return what to add to the lines of a `text` to have those of the script: it is the last word
+    of `node`, and begins in `line`. None where the lines do not correspond."""
+    last = node.named_children[-1]
+    is_whole = source(last).count("\n") == text.count("\n") and line == last.start_point[0] + 1
+    return line - 1 if is_whole and last.type in ("string", "raw_string") else None
+
+
+def idle_lines(branches: Iterable[Branch], chosen: int) -> Iterator[tuple[Node, str]]:
+    """Yield the lines of the branches of an ``if`` that do not run, each with the reason; `chosen`
+    is the number of the branch that runs."""
+    for number, (_, lines) in enumerate(branches):
+        reason = "its condition is false" if number < chosen else "an earlier branch runs"
+        yield from ((line, reason) for line in lines if number != chosen)
+
+
+def starts_on_nodes(loop: str) -> bool:
+    """Return whether a loop's text has a step on a node of its own, as by ``srun -w $NODE``."""
+    return bool(re.search(r"srun[^\n;]*(\\\n[^\n;]*)*\s(-w|-r|--nodelist)", loop))
+
+
+def counter_of(loop: str) -> str:
+    """Return the variable by which a loop counts from 0: `i` of ``for ((i=0; …`` and of
+    ``for i in $(seq 0 …``; '' for another loop."""
+    match = re.match(r"for\s*(?:\(\(\s*(\w+)\s*=\s*0\s*;|(\w+)\s+in\s+\$\(seq 0 )", loop)
+    return (match[1] or match[2]) if match else ""

@@ -13,6 +13,7 @@ import shutil
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from hpc_ddp.core import checkpoints
 from hpc_ddp.core.console.terminal import say
@@ -23,6 +24,8 @@ from hpc_ddp.core.journal.journal import first_attempt, read_events
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.live_jobs import describe_work, read_queue
 from hpc_ddp.submission.run_files.start_claim import claim_start, release_start
+
+FIELDS = {"time", "attempts", "files", "first_attempts", "code", "aside"}  # of the note
 
 
 def note_earlier(run: RunFolder) -> None:
@@ -53,6 +56,15 @@ def _changed_files(run: RunFolder) -> list[Path]:
     return [run.job_json, run.limits_json, run.script, *marks]
 
 
+def _read_note(run: RunFolder) -> dict[str, Any]:
+    """Return the note of a run; {} without one, and for one that is damaged, which stderr says."""
+    note = read_json(run.start_note)
+    if note and not note.keys() >= FIELDS:
+        say(f"warning: {run.start_note} is damaged: what a refused start has changed stays")
+        return {}
+    return note
+
+
 def remove_note(run: RunFolder) -> None:
     """Remove the note of a start that Slurm has accepted. Where the disk refuses, it stays, and
     nothing is raised: the job's first attempt makes it void."""
@@ -68,7 +80,7 @@ def undo_start(run: RunFolder) -> None:
     Nothing is raised. A file that can't be written stays as it is; where the disk refuses that or
     anything else, stderr says so, and the note stays for the next try.
     """
-    note = read_json(run.start_note)
+    note = _read_note(run)
     if not note:
         return
     refusals: list[OSError] = []
@@ -124,7 +136,7 @@ def _undo_if_broken(run: RunFolder) -> None:
     claimed meanwhile."""
     claim_start(run)
     try:
-        note = read_json(run.start_note)
+        note = _read_note(run)
         if not note:
             return
         if _count_attempts(run) > note["attempts"]:

@@ -32,6 +32,15 @@ def of_text(*lines: str) -> Conversion:
         (("#SBATCH -D sub", "cd /x", TRAIN), {"chdir": "/x", "script": "/x/train.py"}),
         (("#SBATCH -D sub", "cd in", TRAIN), {"chdir": f"{HERE}/sub/in"}),
         (("#SBATCH -D sub", TRAIN), {"chdir": "sub", "script": "sub/train.py"}),
+        # What a child shell sets stays in it; an `eval` changes the shell itself.
+        (("LR=1", '(LR=3; srun -n1 python prep.py)', f"{TRAIN} $LR"), {"args": ["1"]}),
+        (("LR=1", 'bash -c "LR=3; python prep.py"', f"{TRAIN} $LR"), {"args": ["1"]}),
+        (("LR=1", 'srun bash -c "LR=3; python prep.py"', "srun torchrun train.py $LR"),
+         {"args": ["1"]}),
+        (("(cd sub; srun -n1 python prep.py)", TRAIN), {"chdir": None, "script": "train.py"}),
+        (('bash -c "export A=8; python prep.py"', TRAIN), {"env": None, "setup": None}),
+        (("(cd sub; A=3; srun python train.py $A)",), {"chdir": "sub", "args": ["3"]}),
+        (('eval "cd sub"', TRAIN), {"script": "python", "args": ["train.py"]}),
         # A launcher or a Python without a program starts nothing.
         (("python --version",), {"script": None, "setup": ["python --version"]}),
         (("python -m pip list",), {"script": None, "setup": ["python -m pip list"]}),

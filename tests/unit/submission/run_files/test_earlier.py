@@ -138,6 +138,17 @@ def test_a_note_of_a_start_changes_no_file_but_the_runs(
         _plan(run)
 
 
+def test_a_damaged_note_keeps_no_run_from_a_start(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _break_off(run, monkeypatch)
+    note = read_json(run.start_note)
+    del note["first_attempts"]  # as of an older version
+    write_json(run.start_note, note)
+    _plan(run)
+    assert ".before-start.json is damaged" in capsys.readouterr().err
+
+
 def test_a_start_whose_job_has_begun_is_not_undone(
     run: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
