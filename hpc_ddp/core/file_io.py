@@ -296,11 +296,15 @@ def read_tail(path: Path, size_bytes: int) -> str:
 
 def parse_python(path: Path) -> ast.Module:
     """Return a Python file parsed; warnings of its text, as for ``"\\d"``, are not printed. Raise
-    OSError where it can't be read, and SyntaxError or ValueError where it is no Python."""
+    OSError where it can't be read, and SyntaxError or ValueError where it is no Python, or too
+    deeply nested for its parser."""
     text = path.read_bytes()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return ast.parse(text)
+        try:
+            return ast.parse(text)
+        except (RecursionError, MemoryError) as error:
+            raise ValueError(f"{path} is too deeply nested") from error
 
 
 def make_private(path: Path, folders: Sequence[str], is_new: bool) -> None:

@@ -52,10 +52,11 @@ class StopPoint(Member):
 
     All ranks call its methods, at the same steps. `position` has the steps done so far, `facts`
     plain values that a checkpoint keeps and `latest` brings back. `format` names what the library
-    writes: another one's checkpoint is refused. The options are those of
-    `hpc_ddp.training.start`. Making one takes over signals and exceptions of the process; it raises
-    UsageError for a wrong option or a wrong variable of the launcher's, and ValueError outside of
-    the main thread.
+    writes: another one's checkpoint is refused. The options are those of `hpc_ddp.training.start`:
+    `save_every` and `hang_after` in seconds, `save_every_steps` and `keep_every` in steps, each
+    None for never, and `keep_last`, a number of checkpoints. Making one takes over signals and
+    exceptions of the process; it raises UsageError for a wrong option or a wrong variable of the
+    launcher's, and ValueError outside of the main thread.
     """
 
     _own_names: frozenset[str] = frozenset()  # of files in a checkpoint that no library writes

@@ -111,8 +111,8 @@ def _is_plain(entries: list[Any], type_name: str) -> bool:
 
 
 def to_number(entry: Any) -> float | None:
-    """Return a number of the journal as a float, or None for anything else. A whole number too
-    large for a float is inf or -inf."""
+    """Return a number of the journal as a float, True and False as 1.0 and 0.0; None for anything
+    else. A whole number too large for a float is inf or -inf."""
     try:
         return float(entry) if isinstance(entry, (int, float)) else None
     except OverflowError:  # a whole number of hundreds of digits

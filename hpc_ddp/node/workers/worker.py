@@ -165,6 +165,7 @@ def compile_cache() -> str:
     pickles from it. Raises OSError if the folder in the run can't be made, or if other users may
     write it.
     """
+    refusal = None
     name = f"hpc-ddp-compile-{os.geteuid()}"
     in_tmp = os.path.join(os.environ.get("TMPDIR") or "/tmp", name)
     in_run = os.path.join(os.environ["HPC_DDP_RUN"], "compile-cache")
@@ -173,8 +174,10 @@ def compile_cache() -> str:
             os.mkdir(folder, 0o700)
         except FileExistsError:
             pass
-        except OSError:  # there is no TMPDIR on this node, or no room
+        except OSError as error:  # there is no TMPDIR on this node, or no room
+            refusal = error
             continue
+        refusal = None
         facts = os.lstat(folder)
         is_folder = facts.st_mode & 0o170000 == 0o040000
         # A folder's owner may rename all that lies in it; others who may write it may do so, too,
@@ -184,7 +187,7 @@ def compile_cache() -> str:
         is_kept = folder == in_run or (is_closed and parent.st_uid in (0, os.geteuid()))
         if is_kept and is_folder and facts.st_uid == os.geteuid() and not facts.st_mode & 0o022:
             return folder
-    raise PermissionError(f"{in_run} is not this user's alone")
+    raise refusal or PermissionError(f"{in_run} is not this user's alone")
 
 
 def set_compile_cache() -> None:

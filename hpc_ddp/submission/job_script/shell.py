@@ -149,8 +149,8 @@ class Scope:
     defaults: set[str] = field(default_factory=set)  # those whose defaults are used: ${NAME:-x}
 
     def words(self, nodes: Iterable[Node], line: int | None = None) -> list[Word]:
-        """Return the words that some nodes of a command become, split as by the shell. `line` is
-        the line of all these words, None for that of each node. ``$(which NAME)`` becomes NAME."""
+        """Expand nodes of a command into words, as the shell does; ``${NAME:=x}`` sets NAME. Their
+        line is `line`, or that of each node, or of ``$@``. ``$(which NAME)`` becomes NAME."""
         result: list[Word] = []
         for node in nodes:
             text, at = source(node), line or node.start_point[0] + 1

@@ -206,7 +206,7 @@ def _check(environment: jinja2.Environment, name: str) -> None:
         accepted = _blocks(environment, parent)
     except jinja2.TemplateNotFound:
         return  # its rendering raises this, with the line
-    for node in _outermost(tree.body):
+    for node in _outside_of_blocks(tree.body):
         if isinstance(node, nodes.Block) and node.name not in accepted:
             names = ", ".join(accepted)
             raise _broken(
@@ -221,13 +221,15 @@ def _check(environment: jinja2.Environment, name: str) -> None:
             )
 
 
-def _outermost(body: Iterable[nodes.Node]) -> Iterator[nodes.Node]:
-    """Yield the statements of a template that are in no block, also those within an ``if`` and the
-    like. A block itself is yielded, its content is not."""
+def _outside_of_blocks(body: Iterable[nodes.Node]) -> Iterator[nodes.Node]:
+    """Yield each node of a template whose output would be left out, as it is in no block: also
+    those in an ``if``, ``for`` or ``with``. A block, a macro, a ``call`` and a ``set`` are yielded
+    without their content."""
+    closed = (nodes.Block, nodes.Output, nodes.Macro, nodes.CallBlock, nodes.AssignBlock)
     for node in body:
         yield node
-        if not isinstance(node, (nodes.Block, nodes.Output, nodes.Macro, nodes.CallBlock)):
-            yield from _outermost(node.iter_child_nodes())
+        if not isinstance(node, closed):
+            yield from _outside_of_blocks(node.iter_child_nodes())
 
 
 def _first_line(output: nodes.Output) -> int | None:

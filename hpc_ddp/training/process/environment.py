@@ -78,7 +78,7 @@ class LaunchEnv:
     def from_env(cls, environ: Mapping[str, str] = os.environ) -> LaunchEnv:
         """Read the ``HPC_DDP_*`` variables. Raise UsageError for a value that is no number where it
         has to be one, and for a run without ``HPC_DDP_ATTEMPT``."""
-        environ = _without_others_run(environ)
+        environ = _without_foreign_run(environ)
         run, notice = environ.get("HPC_DDP_RUN"), environ.get("HPC_DDP_NOTICE")
         local_notice = environ.get("HPC_DDP_LOCAL_NOTICE")
         script = Path(sys.argv[0]).stem if sys.argv and sys.argv[0] else ""
@@ -100,21 +100,27 @@ class LaunchEnv:
         )
 
 
-def _without_others_run(environ: Mapping[str, str]) -> Mapping[str, str]:
-    """Return `environ`; where this process has only inherited a run's variables, and is no worker
-    of the run, without those of the attempt: it would train in a live run's folder."""
-    if "HPC_DDP_RUN" not in environ:
-        return environ
-    job = environ.get(WORKER, "").partition(" ")[2]
-    # A script may remove it, for a library that would take Slurm for its launcher.
-    is_of_job = environ.get("SLURM_JOB_ID", job) == job
-    if WORKER not in environ:  # a run's library from before it: a supervisor sets the other one
-        is_of_job = "HPC_DDP_NODE_FOLDER" in environ
-    if is_of_job and environ.get(TRAINER) in (None, str(os.getpid())):
+def _without_foreign_run(environ: Mapping[str, str]) -> Mapping[str, str]:
+    """Return `environ`, without the variables of the run where this process must not train in it
+    (`_may_train_in`): it would write into a live run's folder."""
+    if "HPC_DDP_RUN" not in environ or _may_train_in(environ):
         return environ
     of_attempt = ("RUN", "NOTICE", "LOCAL_NOTICE", "END_TIME", "PROFILE")
     hidden = {f"HPC_DDP_{name}" for name in of_attempt}
     return {name: text for name, text in environ.items() if name not in hidden}
+
+
+def _may_train_in(environ: Mapping[str, str]) -> bool:
+    """Return whether this process may train in the run that `environ` names: a worker, or a process
+    that the worker's script starts before it trains. Not one below a process that trains
+    (`take_run`), one in another Slurm job (``sbatch eval.sbatch``), or clean-up lines."""
+    if environ.get(TRAINER) not in (None, str(os.getpid())):
+        return False
+    if WORKER not in environ:  # a library of an older version did not set it for its workers
+        return "HPC_DDP_NODE_FOLDER" in environ
+    job = environ[WORKER].partition(" ")[2]
+    # A script may remove the variable, for a library that would take Slurm for its launcher.
+    return environ.get("SLURM_JOB_ID", job) == job
 
 
 def take_run(env: LaunchEnv) -> None:

@@ -39,6 +39,7 @@ def _rendering(path: Path) -> Rendering:
         ("{% block steps %}{% endblock %}", 2, "did you mean 'step'?"),
         ("{% if setup %}\n{% block nope %}{% endblock %}{% endif %}", 3, "no block 'nope'"),
         ("\n\nmodule load y\n", 4, "outside of a block"),
+        ("{% set x %}module load y{% endset %}\n{{ x }}", 3, "outside of a block"),
         ("{{ run }}", 2, "outside of a block"),
         ("{% set setup = 5 %}", 0, "not iterable"),
         (
