@@ -282,8 +282,8 @@ def unusable(nodes: Sequence[str]) -> list[str]:
 def expand_hosts(node_list: str) -> list[str]:
     """Return the names in a host list such as ``node[1-2]``, in order. Raise HpcDdpError where
     Slurm can't expand it, or it names none: each node would train alone."""
-    names = _run(["scontrol", "show", "hostnames", node_list]).split() if node_list else []
-    if not names:
+    text = _run(["scontrol", "show", "hostnames", node_list]) if node_list else ""
+    if not (names := re.findall(r"^[\w.-]+$", text, re.M)):  # a site's banner has other lines
         raise HpcDdpError(f"the node list {node_list!r} of this job names no node")
     return names
 

@@ -7,6 +7,7 @@ with all files that the run needs to go on.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import tempfile
 import time
@@ -46,6 +47,8 @@ RUN_ENTRIES = {
     "stage", "unstaged",
 }
 # fmt: on
+# Its hidden ones, drafts, and what NFS keeps of a deleted file that is open.
+_HIDDEN = re.compile(r"\.(start|before-start.json|lib-earlier|(draft|preflight|nfs).*|.*\.\w{16})")
 # A lost run may still work, unknown to this Slurm, so long after its last event.
 SILENT_S = 86400.0
 
@@ -250,8 +253,9 @@ def _has_results(run: RunFolder) -> bool:
     task's journal can't be read."""
     tasks = {task.path.name for task in run.tasks()}
     names = {path.name for path in run.path.iterdir()} - RUN_ENTRIES - tasks
-    ours = (".", mlflow_id(run).name)  # the id may have an attempt's number behind it
-    return any(not name.startswith(ours) for name in names) or (run.is_task and run.finished())
+    of_mlflow = mlflow_id(run).name  # the id may have an attempt's number behind it
+    is_ours = all(name.startswith(of_mlflow) or _HIDDEN.fullmatch(name) for name in names)
+    return not is_ours or (run.is_task and run.finished())
 
 
 def _has_checkpoint(folder: Path) -> bool:

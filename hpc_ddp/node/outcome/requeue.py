@@ -121,7 +121,7 @@ def _requeue(
     # undone. Where Slurm is slow, the answer of before has to do.
     soon = min(give_up, time.monotonic() + SECOND_ANSWER_S)
     job = ask(job_id, is_quiet=True, give_up=soon) or facts.job
-    is_refused = False
+    is_refused = may_be_done = False
     for _ in range(REQUEUE_TRIES):
         job = job or ask(job_id, give_up=give_up)
         if job is None and time.monotonic() > give_up - PAUSE_S:
@@ -130,6 +130,10 @@ def _requeue(
             time.sleep(PAUSE_S)
             continue
         if job.restarts != facts.restarts or not run.is_newest(facts.attempt):
+            if may_be_done and job.restarts == facts.restarts + 1:  # by the try without an answer
+                keep_off(run, job_id, give_up)
+                _restore_limit(facts.spec, job_id, job.limit_s)
+                return 0
             say(f"attempt {facts.attempt} is no longer the job's current one: left alone")
             return 0
         ends = job.preempted or job.reason == "TimeLimit"
@@ -147,7 +151,7 @@ def _requeue(
             slurm.requeue(job_id)
         except slurm.NoAnswerError as error:
             say(f"{error.message}; trying again")
-            job = None
+            job, may_be_done = None, True
             time.sleep(PAUSE_S)
         except HpcDdpError as error:
             say(error.message)

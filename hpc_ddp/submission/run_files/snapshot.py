@@ -175,7 +175,8 @@ def newest(run: RunFolder, script: Path, is_module: bool = False) -> tuple[Path,
     """
     newest_code = run.newest_code
     noted = read_json(_place_of_script(newest_code)) if newest_code else {}
-    if noted.get("script") == str(script):  # the folder may have another name by now, or no .git
+    # The folder may have another name by now, or no .git.
+    if noted.get("script") == str(script) and "inside" in noted:
         likely = Path(noted["inside"])
     else:
         likely = script.relative_to(_work_tree(script) or script.parent)

@@ -179,6 +179,18 @@ def test_a_requeue_without_an_answer_is_tried_again(
     assert len(changes_of(slurm_commands)) == 2
 
 
+def test_a_requeue_that_was_done_without_an_answer_is_one(
+    slurm_commands: Slurm, end: Callable[..., int], printed: list[str]
+) -> None:
+    slurm_commands.answer("scontrol", SHOWN_JOB.format("RUNNING", 2))
+    slurm_commands.answer("scontrol", err="Socket timed out", code=1)
+    slurm_commands.answer("scontrol", SHOWN_JOB.format("PENDING", 3))
+    slurm_commands.answer("scontrol")
+    assert end(time="12:00:00", time_min="30") == 0
+    assert printed == ["scontrol got no answer: Socket timed out; trying again"]
+    assert ["update", "JobId=7", "TimeLimit=12:00:00"] in changes_of(slurm_commands)
+
+
 def test_a_requeue_is_given_up_after_a_while(
     slurm_commands: Slurm,
     end: Callable[..., int],
