@@ -1,6 +1,6 @@
 """Commands of the batch script: the attempt's variables before the step, the verdict after it.
 
-``python <run>/lib/node.py batch queue-next | begin | watch | warned | interrupted | next-port
+``python <run>/lib/node.py batch queue-next | begin | watch SHELL | warned | interrupted | next-port
 | teardown-time | verdict``
 
 It runs on the first node, outside of any container, since scontrol is often missing inside.
@@ -239,10 +239,10 @@ def watch(environ: dict[str, str]) -> None:
             note_end_time(environ, end_time)
 
 
-def _watch_to_the_end(environ: dict[str, str]) -> None:
-    """Run `watch`, and `end_step.guard` in a thread, until the batch shell ends this process.
-    Return only if `guard` returns, because job.json can't be used."""
-    guard = threading.Thread(target=end_step.guard, args=(environ, os.getppid()), daemon=True)
+def _watch_to_the_end(environ: dict[str, str], shell: int) -> None:
+    """Run `watch`, and `end_step.guard` in a thread, until the batch shell, whose process id is
+    `shell`, ends this process. Return only if `guard` returns, because job.json can't be used."""
+    guard = threading.Thread(target=end_step.guard, args=(environ, shell), daemon=True)
     guard.start()
     watch(environ)
     guard.join()
@@ -372,10 +372,11 @@ def _call(argv: list[str], environ: dict[str, str]) -> int:
                 end_time = time.time() + AttemptEnv.from_env(environ).warn_s
                 noted = read_seconds(attempt_of(environ).end_time) or _end_time(environ)
                 note_end_time(environ, min(end_time, noted))
-            case ["warned" | "watch" as part]:
+            case ["warned"] | ["watch", _]:
                 die_with_parent()  # the batch shell's end is theirs, also in an allocation
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as that shell: of the time limit
-                warned(environ) if part == "warned" else _watch_to_the_end(environ)
+                # The shell is named: a wrapper of Python may be this process's parent.
+                warned(environ) if len(argv) == 1 else _watch_to_the_end(environ, int(argv[1]))
             case ["teardown-time"]:
                 answer(teardown_time(environ))
             case ["next-port"]:

@@ -286,10 +286,11 @@ class Supervisor:
     def _end(self, code: int) -> int:
         """Record the child's end, its exit code `code`, for peers and verdict; return the task's
         exit code. That is 0 without a failure, after a notice, and where a later attempt runs.
-        After another failure the file ``failed`` ends the peers; the supervisor with `peers` waits
-        for their records, up to `PEERS_S`, and returns 1, the others 0. A node that has left an
-        elastic job waits for the job's end, which it may have to decide, and returns 1. Raise
-        OSError as `head_failover.decide`, or where a file can't be looked up."""
+        After another failure the file ``failed``, unless a peer's has torn this one down, ends the
+        peers; the supervisor with `peers` waits for their records, up to `PEERS_S`, unless the port
+        was taken and the batch script starts anew, and returns 1, the others 0. A node that has
+        left an elastic job waits for the job's end, which it may have to decide, and returns 1.
+        Raise OSError as `head_failover.decide`, or where a file can't be looked up."""
         failures = [] if code == 0 else self._failures(code)
         # Its workers did not fail themselves: the rendezvous on the first node was lost.
         is_without_worker = any(failure["rank"] is None for failure in failures)

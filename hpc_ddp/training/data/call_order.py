@@ -64,7 +64,8 @@ class CallOrder:
                 "run.track was not called: a checkpoint would hold nothing",
                 hint="run.track(model=model, optimizer=optimizer) before the loop",
             )
-        if not self.is_outside(begins=True):
+        self.end_left_loop(begins=True)
+        if self.loop:
             raise UsageError(f"run.{loop} was called inside run.{self.loop}; accepted: one of them")
         if not self.has_looped:
             self._abandoned = position.abandoned
@@ -93,7 +94,7 @@ class CallOrder:
         try:
             yield is_over, site
         except GeneratorExit:
-            if self._site is site and self.loop:  # else `is_outside` has noted it
+            if self._site is site and self.loop:  # else `end_left_loop` has noted it
                 self._note_break(_is_at_break())
             raise
         finally:
@@ -112,14 +113,12 @@ class CallOrder:
             return kind == loop and (is_its_number or not self._is_abandoned)
         return kind == loop and is_its_number and not is_over
 
-    def is_outside(self, begins: bool = False) -> bool:
-        """Return whether the script is in no loop; with `begins` it is about to begin one. A loop
-        that it has left by ``break``, and whose generator is still there, since a name keeps it, as
-        that of a progress bar, ends here."""
+    def end_left_loop(self, begins: bool = False) -> None:
+        """End the loop if the script has left it by ``break`` while a name keeps its generator, as
+        that of a progress bar. `begins`: the script is about to begin another loop."""
         if self.loop and self._site and self._site.is_left(begins):
             self._note_break(by_break=True)
             self.loop = None
-        return self.loop is None
 
     def go_on(self, site: LoopSite, position: Position) -> bool:
         """Called when the script has asked the loop at `site` for another element. Return whether
@@ -147,9 +146,9 @@ class CallOrder:
 
     def is_before(self, position: Position) -> bool:
         """Return whether the script has left a loop, is in none now, and `position` belongs to a
-        later loop."""
+        later loop. Behind `end_left_loop`."""
         is_earlier = position.loops > self.number and position.loop != (self._kind, self.total)
-        return self.has_looped and is_earlier and self.is_outside()
+        return self.has_looped and is_earlier and not self.loop
 
     def abandon(self, position: Position) -> None:
         """Note in `position` the loops that were left by ``break``. Called for a call behind them,

@@ -385,16 +385,16 @@ class ModelSetup(Worker):
             that had weights of their own; or the save before it fails as in `finish`
         """
         calls, position = self._calls, self.position
-        is_behind = calls.is_outside()
+        calls.end_left_loop()
         if calls.is_before(position):
             self._say(
                 "run.load_best was called before a loop that the run is in by now: the checkpoint's"
                 " weights stay"
             )
             return self._manager.best.step or position.step
-        if is_behind:
+        if not calls.loop:
             self._resume.go_behind_loop(position)
             calls.abandon(position)
-        step = self._manager.load_best(model, saves=is_behind)
+        step = self._manager.load_best(model, saves=not calls.loop)
         beat()
         return step

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from collections.abc import Callable
 from typing import Any
@@ -230,8 +229,8 @@ def test_each_call_of_the_batch_script(
     assert float(attempt.end_time.read_text()) < clock.now
     assert call("warned", HPC_DDP_WARN_S="2000", HPC_DDP_END_TIME="1") == 0
     assert attempt.notice.read_text() == "warning signal"
-    assert call("watch", HPC_DDP_WARN_S="2000", HPC_DDP_END_TIME="1") == 0
-    assert guarded == [os.getppid()]  # in the job the batch script
+    assert call("watch", "77", HPC_DDP_WARN_S="2000", HPC_DDP_END_TIME="1") == 0
+    assert guarded == [77]
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN  # Slurm's own, at the time limit
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     assert call("teardown-time", HPC_DDP_END_TIME="1") == 0
@@ -266,7 +265,7 @@ def test_an_expedited_job_that_is_given_up_fails(
     updates: list[list[str]],
 ) -> None:
     """Slurm would hold it in the queue for an exit code other than 0."""
-    controller.answer("scontrol", f"{show_job()}   ExpeditedRequeue={expedited}\n")
+    answer_scontrol(controller, f"{show_job()}   ExpeditedRequeue={expedited}\n")
     assert call("begin") == 0
     if not code:
         run.journal("rank-0", 0).write(raw("finished", step=1))

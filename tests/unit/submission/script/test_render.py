@@ -246,7 +246,7 @@ if sys.argv[1:] == ["batch", "begin"]:
     print("<hpc-ddp>HPC_DDP_CPUS=8</hpc-ddp>")
 elif sys.argv[1:3] == ["batch", "failed"]:
     sys.exit(int(sys.argv[3]) + 6)  # as where Slurm starts a job again that ends with this code
-elif sys.argv[1:] != ["batch", "watch"]:
+elif sys.argv[1:3] != ["batch", "watch"]:
     print(os.path.basename(sys.executable), *sys.argv[1:], flush=True)
 """
 

@@ -31,7 +31,8 @@ class Run:
 
     def note(self) -> None:
         """Note whether the script is outside of a loop by now."""
-        self.places.append(self.calls.is_outside())
+        self.calls.end_left_loop()
+        self.places.append(self.calls.loop is None)
 
 
 class Bar:
