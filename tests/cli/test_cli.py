@@ -194,7 +194,7 @@ def test_snapshot_of_a_git_tree(run_cli: Cli, project: Path) -> None:
     told = json.loads(run_cli("render", "--json", "--runs-dir", "my runs", "train.py").stdout)
     code = Path(told["run"], "code", "0")
     names = {path.name for path in code.iterdir()}
-    assert names == {".gitignore", "kept", "link", "train.py", "with space é"}
+    assert names == {".gitignore", "__pycache__", "kept", "link", "train.py", "with space é"}
     assert (code / "link").is_symlink()
 
 
