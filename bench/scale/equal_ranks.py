@@ -64,6 +64,5 @@ except SystemExit as exit_of_stop:
     code = exit_of_stop.code
 finally:
     report()
-os._exit(
-    code if isinstance(code, int) else int(bool(code))
-)  # taking Python apart would copy the 40 MB that a rank shares with others
+# Taking Python apart would copy the 40 MB that a rank shares with others.
+os._exit(code if isinstance(code, int) else int(bool(code)))

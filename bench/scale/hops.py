@@ -21,7 +21,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore  # torch.distributed re-exports it untyped
 
-FANOUT = 16  # of hpc_ddp.training.process.control_tree
+from hpc_ddp.training.process.control_tree import FANOUT
+
 ROUNDS = 2000
 NAMES = "hd-hop-0", "hd-hop-1"
 ADDRESSES = "10.213.77.1", "10.213.77.2"

@@ -131,8 +131,7 @@ def _requeue(
             continue
         if job.restarts != facts.restarts or not run.is_newest(facts.attempt):
             if may_be_done and job.restarts == facts.restarts + 1:  # by the try without an answer
-                keep_off(run, job_id, give_up)
-                _restore_limit(facts.spec, job_id, job.limit_s)
+                _prepare_next_start(run, facts, job_id, job, give_up)
                 return 0
             say(f"attempt {facts.attempt} is no longer the job's current one: left alone")
             return 0
@@ -159,11 +158,19 @@ def _requeue(
             # it would be a twin.
             is_refused, job = True, None
         else:
-            keep_off(run, job_id, give_up)
-            if not job.preempted:  # such a job can't be changed before its next start
-                _restore_limit(facts.spec, job_id, job.limit_s)
+            _prepare_next_start(run, facts, job_id, job, give_up)
             return 0  # at once: Slurm would wait KillWait for a shell that lives on
     return _leave_to_the_user(run)
+
+
+def _prepare_next_start(
+    run: RunFolder, facts: AttemptFacts, job_id: str, job: Job, give_up: float
+) -> None:
+    """Keep a requeued job off bad nodes (until `give_up`, by time.monotonic(), Slurm is asked), and
+    give it its full time limit. `job` is Slurm's last answer on it."""
+    keep_off(run, job_id, give_up)
+    if not job.preempted:  # such a job can't be changed before its next start
+        _restore_limit(facts.spec, job_id, job.limit_s)
 
 
 def _restore_limit(spec: JobSpec, job_id: str, limit_s: float | None) -> None:

@@ -259,11 +259,12 @@ def prune(folder: Path, keep: Retention, pinned: Collection[int] = ()) -> None:
     Checkpoints of the steps in `pinned`, such as the best one's, stay at any age. Raise OSError if
     the folder can't be listed; a checkpoint that can't be removed stays.
     """
-    paths = {step_of(path): path for path in reversed(candidates(folder))}  # `.old-` comes first
-    newest_first = [*reversed(paths.values())]
+    paths = candidates(folder)
+    by_step = {step_of(path): path for path in reversed(paths)}  # `.old-` comes first
+    newest_first = [*reversed(by_step.values())]
     stays = set(newest_first[: keep.last])
     stays |= {path for path in newest_first if step_of(path) in pinned}
     stays |= milestones(newest_first, keep.every)
-    for path in candidates(folder):
+    for path in paths:
         if path not in stays:
             remove(path)

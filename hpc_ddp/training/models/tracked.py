@@ -27,7 +27,6 @@ MOST_PARTS = 10_000  # of a level: a replay buffer may be a list
 OF_WEIGHTS = ("state", "param_groups")  # of an optimizer, an entry for each weight
 # Classes by which parameters are this rank's shards, and no DTensors, which say so.
 LOCAL_SHARDS = {"FullyShardedDataParallel", "DeepSpeedEngine"}
-REMEDY = "name it in run.track(…)"
 M = TypeVar("M", bound=torch.nn.Module)
 
 
@@ -223,7 +222,7 @@ def add_hook_tables(optimizer: Optimizer) -> None:
 
 
 def warn_of_untracked(
-    objects: Iterable[Any], warn: Callable[[str], None], remedy: str = REMEDY
+    objects: Iterable[Any], warn: Callable[[str], None], remedy: str = "name it in run.track(…)"
 ) -> None:
     """Call `warn` with a text, which ends in `remedy`, for each object that is neither among the
     tracked `objects` nor within one, so that a resume begins it anew: schedulers of a tracked
@@ -234,11 +233,7 @@ def warn_of_untracked(
     if any(_find_untracked(within)):
         gc.collect()  # one that the script has replaced may wait for it
         for noun in _find_untracked(within):
-            warn(_untracked_text(noun, remedy))
-
-
-def _untracked_text(noun: str, remedy: str = REMEDY) -> str:
-    return f"WARNING: {noun}, is in no checkpoint, and a resume begins it anew; {remedy}"
+            warn(f"WARNING: {noun}, is in no checkpoint, and a resume begins it anew; {remedy}")
 
 
 def warn_of_stateless(objects: Mapping[str, Any], warn: Callable[[str], None]) -> None:
