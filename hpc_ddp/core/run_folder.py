@@ -26,6 +26,7 @@ import shlex
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -198,7 +199,12 @@ class RunFolder:
         Raise FileExistsError if `is_new` and another submit has made the folder, and OSError where
         it can't be made.
         """
-        make_private(self.path, ("journal", "logs", "checkpoints"), is_new)
+        folders = ("journal", "logs", "checkpoints")
+        for _ in range(10):
+            with suppress(FileNotFoundError):  # a `clean` has just removed the empty folder above
+                make_private(self.path, folders, is_new)
+                return self
+        make_private(self.path, folders, is_new)
         return self
 
     def journal(self, writer: str, attempt: int = 0) -> Journal:

@@ -235,6 +235,23 @@ def test_a_new_run_takes_no_folder_of_another_one(tmp_path: Path) -> None:
         run.make(is_new=True)
 
 
+def test_a_folder_that_is_removed_while_empty_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a `clean`, or a submit of the same name that is refused."""
+    removals = iter(range(3))
+
+    def mkdir(path: object, mode: int = 0o777, *, dir_fd: int | None = None) -> None:
+        if path == "1" and next(removals, None) is not None:
+            (tmp_path / "train").rmdir()
+        make(path, mode, dir_fd=dir_fd)  # type: ignore[arg-type]
+
+    make = os.mkdir
+    monkeypatch.setattr(os, "mkdir", mkdir)
+    assert RunFolder(tmp_path / "train" / "1").make(is_new=True).journal_folder.is_dir()
+    assert next(removals, None) is None
+
+
 def test_a_folder_that_can_not_be_listed_is_not_empty(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -29,10 +29,10 @@ name='' tree='' folder='' why=''
 say() { echo "hpc-ddp: ${SLURMD_NODENAME:-$(uname -n)}: $1" >&2; }
 
 # Sets `top` to this user's folder in $1, of mode 0700, on a disk of this node, whose type and free
-# bytes are set as well; with a $2 it is made. No other user can have made it, nor put another in
-# its place.
+# bytes are set as well; with a $2 it is made, with the job's folder. No other user can have made it,
+# nor put another in its place.
 find_top() {
-    local owner mode size
+    local owner mode size try
     top=$1/hpc-ddp-near-$EUID
     [[ $top =~ $plain && -d $1 ]] || return
     read -r free size disk < <(stat -f -c '%a %S %T' "$1" 2>/dev/null)
@@ -43,9 +43,15 @@ find_top() {
     esac
     read -r owner mode < <(stat -Lc '%u %a' "$1" 2>/dev/null)
     (((owner == 0 || owner == EUID) && (!(0$mode & 022) || 0$mode & 01000))) || return
-    [ -z "$2" ] || mkdir -m 700 "$top" 2>/dev/null
-    [[ $(stat -c '%u %f' "$top" 2>/dev/null) == "$EUID 4"?c0 ]] # a folder of mode 0700
+    for try in ${2:+1 2 3}; do # another job of the node may remove an empty one in between
+        mkdir -m 700 "$top" 2>/dev/null
+        is_private && mkdir -p "$top/$key" 2>/dev/null && break
+    done
+    is_private
 }
+
+# Whether `top` is this user's, and a folder of mode 0700.
+is_private() { [[ $(stat -c '%u %f' "$top" 2>/dev/null) == "$EUID 4"?c0 ]]; }
 
 # Sets `folder` to the job's on this node: the one with the tree, else the first with twice the room
 # for $1 bytes from which a program can be started. In memory, which an overlay may be as well, they
@@ -65,7 +71,7 @@ find_folder() {
         else
             disk=disk
         fi
-        ((free > 2 * $1 + (64 << 20))) && mkdir -p "$folder" && can_execute && return
+        ((free > 2 * $1 + (64 << 20))) && can_execute && return
         rmdir "$folder" "$top" 2>/dev/null
     done
     folder='' why='no disk of this node (TMPDIR, /tmp, /dev/shm) has the room, and starts programs'

@@ -122,6 +122,14 @@ def test_memory_is_taken_where_the_job_has_plenty(
     assert _finds_folder(stage, "/dev/shm", 100 << 20, memory) == is_taken
 
 
+def test_a_folder_that_another_job_removes_while_empty_is_made_again(packed: Stage) -> None:
+    """As each job does at its end, on a node that several share."""
+    mark = packed.top / "removed"
+    lines = f'$real "$@"; [[ $1 != -m || -e {mark} ]] || {{ touch {mark}; rmdir "$3"; }}'
+    assert _bring(packed, **_wrap(packed, "mkdir", lines)).is_relative_to(packed.near)
+    assert mark.exists()
+
+
 @pytest.mark.parametrize(("share", "is_taken"), [(0.6, False), (0.3, True)])
 def test_half_of_a_disk_stays_free(stage: Stage, share: float, is_taken: bool) -> None:
     status = os.statvfs(stage.near)
