@@ -173,6 +173,7 @@ def test_project_file_and_site_file_and_flag(run_cli: Cli, project: Path) -> Non
         ("nodes = true", "must be a whole number"),
         ("setup = [1]", "must be a list of strings"),
         ("nodes = ", "can't be read as TOML"),
+        ('env = {A = ["\\u0000"]}', "a text has a NUL"),
     ],
 )
 def test_a_wrong_project_file(run_cli: Cli, project: Path, text: str, message: str) -> None:

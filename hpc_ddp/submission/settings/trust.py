@@ -69,15 +69,25 @@ def read_toml(path: Path) -> dict[str, Any]:
     Raises
     ------
     UsageError
-        the file is missing or can't be read, or isn't TOML (the message has the line); or it may
-        not act for the user (see `read`). A file that came with hpc-ddp always may
+        the file is missing or can't be read, or isn't TOML (the message has the line); a text in it
+        has a NUL; or it may not act for the user (see `read`). A file that came with hpc-ddp always
+        may
     """
     try:
         content = path.read_bytes() if is_shipped(path) else read(path)
         values: dict[str, Any] = tomllib.loads(content.decode("utf-8-sig"))
+        if _has_nul(values):
+            raise tomllib.TOMLDecodeError("a text has a NUL, which no path or argument can have")
         return values
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise UsageError(f"{path} can't be read as TOML: {error}", hint=f"look at {path}") from None
+
+
+def _has_nul(entry: object) -> bool:
+    """Return whether a text or a key of a TOML file, or of a part of it, has a NUL."""
+    if isinstance(entry, dict):
+        entry = [*entry, *entry.values()]
+    return any(map(_has_nul, entry)) if isinstance(entry, list) else "\0" in str(entry)
 
 
 def accept(path: Path) -> None:

@@ -80,7 +80,13 @@ def test_what_a_script_leaves_with_the_umask_of_a_group_ends_no_requeue(run: Pat
     (run / "code" / "0" / "out.txt").chmod(0o664)
     (run / "code" / "0" / "link.py").symlink_to("out.txt")
     (run / "checkpoints" / "step-1" / "w").chmod(0o666)
-    assert check(run) == ""
+    cached = run / "code" / "0" / "__pycache__" / "train.f-1.py311.1.nbc"  # of numba
+    cached.touch(mode=0o664)
+    cached.chmod(0o664)
+    run.chmod(0o700)
+    assert (check(run), cached.exists()) == ("", True)
+    run.chmod(0o755)
+    assert (check(run), cached.exists()) == ("", False)  # it is compiled anew
     check_kept_modes(RunFolder(run))
 
 
