@@ -27,6 +27,16 @@ PRINTS_ON_ERROR = (
     r"(\\.|\$\((date|hostname)[^()`$]*\)|[12]?>&2|\$[\w?{!]|(?!(?P=quote))[^\\$`<>|&;])*;?)+"
     r"(?P=quote)\s+ERR"
 )
+# A trap for the script's end, which may name signals as well.
+ON_EXIT = re.compile(
+    r"(?P<trap>trap\s+(--\s+)?('[^']*'|\"(\\.|[^\"\\])*\"|[\w-]+))(?=(\s+\w+)*?\s+(EXIT|0)\b)"
+    r"(?P<signals>(\s+[A-Z\d]+)+)\s*(\n|$)"
+)
+# Words of `rm` behind its options, all of which name what is temporary.
+_TEMPORARY = (
+    r"(\s+[\"']?(?!\S*\.\.)(/tmp/|/dev/shm/|\$\{?(SLURM_)?TMPDIR\b|\$\{?\w*(TMP|TEMP|CACHE)\w*\b)"
+    r"[^\s;&|]*)+\s*([;&|)\n]|$|(EXIT|0)\b)"
+)
 # A job submits itself: by its name, or, behind another one, by a variable.
 _REQUEUES = (
     r"scontrol\s+requeue|\bsbatch\s[^\n;]*(\$\{?0|BASH_SOURCE"
@@ -51,10 +61,10 @@ TextAt = tuple[str, int]  # a text, and the line of the script that it comes fro
 # What can't be taken over, and what hpc-ddp does itself: pattern, place, and reason.
 Rules = tuple[tuple[str, tuple[bool, ...], str], ...]
 REFUSED: Rules = (
-    (rf"(?!.*({_REQUEUES}))(?!{PRINTS_ON_ERROR}\s*(\n|$))trap\s(?!.*\sEXIT\s*(\n|$))", _AROUND,
+    (rf"(?!.*({_REQUEUES}))(?!{PRINTS_ON_ERROR}\s*(\n|$))(?!{ON_EXIT.pattern})trap\s", _AROUND,
      "a trap: notices reach the workers; clean-up: teardown = […]"),
     (r".*=[\"']?(<[^<>\n|&;()]+>|your[-_]\w+)", _AROUND, "a placeholder: write your own"),
-    (rf"(?!.*({_REQUEUES})).*(\brm\s+-\w*r|\b(pkill|killall|scancel)\s)|kill\s",
+    (rf"(?!.*({_REQUEUES})).*(\brm\s+-\w*r\w*\b(?!{_TEMPORARY})|\b(pkill|killall|scancel)\s)|kill\s",
      _AROUND, "it deletes or ends something: setup or teardown, if needed"),
     (r"(?!echo|printf).*\bsrun\s([^\"']*\s:\s|.*--(het|pack)-group)", _AROUND,
      f"{NO_COMPONENTS}: submit each component as a job of its own"),

@@ -212,8 +212,9 @@ def _shell(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
 
 
 def _image(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
-    """Read Singularity, Apptainer or Shifter with the image; return the words behind. ``run`` is
-    read as ``exec``, and its line is lost; ``shell`` and the like are no launch."""
+    """Read Singularity, Apptainer or Shifter with the image; return the words behind. ``run`` with
+    a program that is no launcher is read as ``exec``, and its line is lost; ``shell`` and the like
+    are no launch."""
     tool = words[0].text.rsplit("/", 1)[-1]
     if tool == "shifter":
         remaining = launch.take_options(words, _SHIFTER, scope)
@@ -222,13 +223,15 @@ def _image(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
         at = next((i for i, word in enumerate(words) if i and word.text in verbs), 0)
         if not at or words[at].text == "shell":
             return []
-        if words[at].text == "run":
-            text = f"{tool} run: what the image's runscript does is left out: it is exec here"
-            launch.mark(words[0].line, LOST, text)
         for word in words[1:at]:
             launch.mark(word.line, "", f"{tool} {word.text} is left out: container = …")
         remaining = launch.take_options(words[at:], _IMAGE, scope)
         launch.settings["image"] = [remaining.pop(0)] if remaining else []
+        if words[at].text == "run" and remaining and _is_launcher(remaining[0].text):
+            tool = f"{tool}-run"
+        elif words[at].text == "run":
+            text = f"{tool} run: what the image's runscript does is left out: it is exec here"
+            launch.mark(words[0].line, LOST, text)
     launch.settings["container-tool"] = [literal(tool, words[0].line)]
     return remaining
 

@@ -14,7 +14,8 @@ _NAME = rf"(?i:(?:{SECRET_NAME})(?:ORD|D|S)?)"  # to its end
 _ENDS_IN_NAME = re.compile(rf"{_NAME}$")
 # What services put before their tokens, and the address of a webhook, which is one.
 _TOKEN = (
-    r"\b(?:hf_|gh[oprsu]_|github_pat_|glpat-|npm_|sk-|xox[abprs]-)[\w-]{16,}|\bAKIA\w{16}"
+    r"\b(?:hf_[A-Za-z0-9]{16,}|(?:gh[oprsu]_|github_pat_|glpat-|npm_|sk-|xox[abprs]-)[\w-]{16,})"
+    r"|\bAKIA\w{16}"
     r"|\bhooks\.slack\.com/\w+/\w|\bdiscord(?:app)?\.com/api/webhooks/\w"
 )
 _SCHEME = r"(?i:bearer|basic)\s+"  # of a header Authorization

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from hpc_ddp.core.job.variables import OF_A_RANK
-from hpc_ddp.submission.job_script.syntax import Node, names_in, source, with_counted_gpus
+from hpc_ddp.submission.job_script.syntax import Node, names_in, source, with_counts
 
 _NAME = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\})")
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?:(:?[-=])(.*))?\})", re.S)
@@ -195,9 +195,10 @@ class Scope:
                 assigned = Word((*old.parts, *assigned.parts), assigned.line)
             else:
                 assigned = None
-        if (isinstance(assigned, Word) and name in assigned.names) or _CHANGES.fullmatch(name):
-            assigned = None  # what is before it, only the job knows
-        self.set(name, assigned)
+        if isinstance(assigned, Word) and name in assigned.names:
+            # Another value that has it only the job knows.
+            assigned = old if len(assigned.parts) == 1 and assigned.parts[0].name else None
+        self.set(name, None if _CHANGES.fullmatch(name) else assigned)
         return name
 
     def set(self, name: str, assigned: Value) -> None:
@@ -340,9 +341,7 @@ class Scope:
         default = re.compile(r"\$\{(\w+):?-([^}]*)\}")
         text = default.sub(lambda m: m[2] if m[1] in self.not_set else f"${m[1]}", text)
         text = re.sub(r"\$\(\((.*?)\)\)", r"(\1)", text, flags=re.S)
-        listed = self.values.get("CUDA_VISIBLE_DEVICES")
-        is_known = isinstance(listed, Word) and listed.is_static
-        text = with_counted_gpus(text, listed.text if is_known else "")  # type: ignore[union-attr]
+        text = with_counts(text, self)
         text = re.sub(r"\$\(expr (.*?)\)", lambda m: "(" + m[1].replace("\\", "") + ")", text)
         text = re.sub(r"\$?\{?\b([A-Za-z_]\w*)\b\}?", number_of, text)
         if not re.fullmatch(r"[\d()+*/% -]+", text) or "**" in text:

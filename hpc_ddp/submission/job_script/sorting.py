@@ -11,6 +11,7 @@ from hpc_ddp.core.job.variables import is_of_hpc_ddp, is_of_worker
 from hpc_ddp.submission.job_script.conversion import (
     DECIDED,
     LOST,
+    ON_EXIT,
     OURS,
     REFUSED,
     RELATIVE,
@@ -106,6 +107,8 @@ class Sorter:
         self._refuse()
         names = {n for word in self.launch.words for n in word.names} if self.launch else set()
         self._needed |= {n for n in names if not is_of_hpc_ddp(n) or n in self._assigned}
+        traps = (s for s in self._statements if ON_EXIT.match(s.text) and not s.lost)
+        self._needed |= {name for trap in traps for name in trap.names}  # also functions behind it
         lines: list[tuple[str, str, int]] = []
         for index, statement in reversed([*enumerate(self._statements)]):
             if statement.launch is None or statement.lost:
@@ -258,6 +261,11 @@ class Sorter:
         clean-up lines need is defined for them, too, or for them alone: then the line is ''."""
         key = "teardown" if is_after else "setup"
         is_before = not is_after
+        trap = ON_EXIT.fullmatch(text)
+        if trap and {*trap["signals"].split()} - {"EXIT", "0"}:
+            text = f"{trap['trap']} EXIT"
+            reason = "signals of the trap are left out: notices reach the workers"
+            self.result.note(statement.lines[0], reason)
         if not is_after and statement.defines in self._needed_after:
             self._functions_after.append((text, statement.lines[0]))
             is_after, is_before = True, statement.defines in self._needed_before
@@ -375,6 +383,7 @@ class Sorter:
         is_brought = index > self._brought_at and _OF_PATHS.fullmatch(name)
         is_earlier = any(name in {s.name, *s.names, *s.sets} for s in self._statements[:index])
         is_ready = statement.exported and not (statement.inside or is_brought or is_earlier)
+        is_ready = is_ready and not is_of_hpc_ddp(name)  # whose value no worker gets
         return bool(is_ready and isinstance(assigned, Word) and not is_secret(name)) and all(
             OF_A_JOB.fullmatch(n) and n not in {name, *self._assigned} and not is_of_worker(n)
             for n in (part.name for part in assigned.code)  # type: ignore[union-attr]

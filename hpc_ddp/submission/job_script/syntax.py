@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from hpc_ddp.core.errors import UsageError
 
 if TYPE_CHECKING:
-    from hpc_ddp.submission.job_script.shell import Scope, Word
+    from hpc_ddp.submission.job_script.shell import Scope, Value, Word
 
 Node = Any  # a tree_sitter.Node: the package is optional
 Branch = tuple[list[Node], list[Node]]  # the commands of its condition, and its lines
@@ -28,15 +28,23 @@ _OPERATORS: dict[str, Callable[..., bool]] = {
     **{"!=": operator.ne, "-ne": operator.ne, "-gt": operator.gt, "-lt": operator.lt},
     **{"-ge": operator.ge, "-le": operator.le},
 }
-# Commands by which scripts count the GPUs of the node that they run on, and those of a list.
+_COMPARISONS = {"==": "-eq", "!=": "-ne", ">": "-gt", "<": "-lt", ">=": "-ge", "<=": "-le"}
+_OPERAND = r"(\w+|\$\w+|\$\{#?\w+(?:\[[@*]\])?\})"
+_ARITHMETIC = re.compile(rf"^\(\(\s*{_OPERAND}\s*([=!<>]=|[<>])\s*{_OPERAND}\s*\)\)$")
+# Commands by which scripts count the job's nodes, the GPUs of their node, and those of a list.
+_NODES = r"(\$\(|`)\s*scontrol\s+show\s+hostnames?(\s+\"?\$\{?SLURM_(JOB_)?NODELIST\}?\"?)?\s*"
+_COUNTS_NODES = re.compile(rf"{_NODES}\|\s*wc -[lw]\s*[)`]")
+_LISTS_NODES = re.compile(rf"{_NODES}[)`]")
+_LENGTH = re.compile(r"\$\{#(\w+)\[[@*]\]\}")  # of an array
 _COUNTS_GPUS = re.compile(
     r"(\$\(|`)\s*nvidia-smi\s+(-L|--list-gpus|--query-gpu=\w+\s+--format=csv,noheader)"
     r"\s*\|\s*wc -l\s*[)`]"
 )
 _COUNTS_LISTED = re.compile(
-    r"(\$\(|`)\s*echo\s+\"?\$\{?CUDA_VISIBLE_DEVICES\}?\"?\s*\|"
+    r"(\$\(|`)\s*(jq -n \"\[\$\{?CUDA_VISIBLE_DEVICES\}?\] *\| *length\""
+    r"|echo\s+\"?\$\{?CUDA_VISIBLE_DEVICES\}?\"?\s*\|"
     r"\s*(tr\s+[\"']?,[\"']?\s[^|;&()`]*\|\s*wc\s+-[lw]"
-    r"|awk\s+-F\s*[\"']?,[\"']?\s+'\{\s*print NF;?\s*\}')\s*[)`]"
+    r"|awk\s+-F\s*[\"']?,[\"']?\s+'\{\s*print NF;?\s*\}'))\s*[)`]"
 )
 # A file that is sourced sets any variable; these set none that a job script asks for.
 _SOURCES = re.compile(r"(?:^|[\s;&])(?:source|\.)\s+[\"']?(\S+)")
@@ -124,9 +132,10 @@ def uses_arguments(text: str, is_without: bool = False) -> bool:
 
 
 def truth_of(node: Node, scope: Scope, is_guessed: bool) -> bool | None:
-    """Return whether a condition holds, as ``[ $N -gt 1 ]``; None where only the job knows, or
-    where the condition is more than one comparison. `is_guessed` is as in `_is_empty`."""
-    text = source(node).strip()
+    """Return whether a condition holds, as ``[ $N -gt 1 ]`` or ``((N > 1))``; None where only the
+    job knows, or where the condition is more than one comparison. `is_guessed` is as in
+    `_is_empty`."""
+    text = _ARITHMETIC.sub(_as_test, source(node).strip())
     match = re.fullmatch(r"\[\[?(|\s.*?)\s+(==?|!=|-\w+)\s+(.*?)\s+\]\]?", text, re.S)
     is_unknown = uses_arguments(text) and scope.arguments is None
     if not match or is_unknown or re.search(r"[&|<>()*?]", text.replace("$((", "")):
@@ -146,12 +155,23 @@ def truth_of(node: Node, scope: Scope, is_guessed: bool) -> bool | None:
     return bool(_OPERATORS[match[2]](*texts))
 
 
+def _as_test(match: re.Match[str]) -> str:
+    """Return the test that an arithmetic comparison of `_ARITHMETIC` is."""
+    first, comparison, second = match.groups()
+    operands = [re.sub(r"^(?=[A-Za-z_])", "$", operand) for operand in (first, second)]
+    return f"[ {operands[0]} {_COMPARISONS[comparison]} {operands[1]} ]"
+
+
 def _is_empty(words: list[Word], scope: Scope, is_guessed: bool) -> bool | None:
     """Return whether the words of a test by ``-z`` or ``-n``, one or none, are empty; None where
-    only the job knows. Slurm's variables count as set. A variable that nothing in the script sets
-    counts as unset if `is_guessed`, and is then added to ``scope.guesses``, or if it is there."""
+    only the job knows. Slurm's variables count as set, also that of a job's GPUs. A variable that
+    nothing in the script sets counts as unset if `is_guessed`, and is then added to
+    ``scope.guesses``, or if it is there."""
     names = [name for word in words for name in word.names]
-    if of_slurm := {name for name in names if name.startswith("SLURM_")}:
+    of_slurm = {name for name in names if name.startswith("SLURM_")}
+    if scope.numbers.get("SLURM_GPUS_ON_NODE"):
+        of_slurm |= {"CUDA_VISIBLE_DEVICES"} & {*names} - scope.values.keys()
+    if of_slurm:
         return bool(of_slurm & scope.not_set)  # one that is set is not empty
     if any(scope.is_open or name in scope.values for name in names):
         return None
@@ -262,12 +282,28 @@ def names_in(code: str) -> list[str]:
     return re.findall(r"\$\{?[#!]?([A-Za-z_]\w*)", code) + re.findall(r"[A-Za-z_]\w*", inside)
 
 
-def with_counted_gpus(code: str, listed: str) -> str:
-    """Return code with the number of a node's GPUs, as Slurm's variable, in place of each command
-    that counts them. Those in CUDA_VISIBLE_DEVICES are as many as in `listed`, its value; where
-    that is '', the job has it from Slurm."""
-    count = str(len(listed.split(","))) if listed else "$SLURM_GPUS_ON_NODE"
+def with_counts(code: str, scope: Scope) -> str:
+    """Return code with the number of the job's nodes, or of a node's GPUs, as Slurm's variable, in
+    place of each command that counts them, and of the length of an array of nodes. The GPUs in
+    CUDA_VISIBLE_DEVICES are as many as in its value in `scope`; without one the job has it from
+    Slurm."""
+    values, count = scope.values, "$SLURM_GPUS_ON_NODE"
+    listed = values.get("CUDA_VISIBLE_DEVICES")
+    if listed and not isinstance(listed, list) and listed.is_static and listed.text:
+        count = str(len(listed.text.split(",")))
+    code = _COUNTS_NODES.sub("$SLURM_NNODES", code)
+    code = _LENGTH.sub(lambda match: _length(values.get(match[1])) or match[0], code)
     return _COUNTS_LISTED.sub(count, _COUNTS_GPUS.sub("$SLURM_GPUS_ON_NODE", code))
+
+
+def _length(array: Value) -> str:
+    """Return the number of an array's elements, of the job's nodes as Slurm's variable; '' where it
+    is not known."""
+    if not isinstance(array, list):
+        return ""
+    if len(array) == 1 and _LISTS_NODES.fullmatch(array[0].text):
+        return "$SLURM_NNODES"
+    return str(len(array)) if all(word.is_static for word in array) else ""
 
 
 def target_of(node: Node) -> str:

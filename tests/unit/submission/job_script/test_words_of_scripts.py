@@ -152,6 +152,9 @@ def of_text(*lines: str) -> Conversion:
          {"nproc-per-node": 3}),
         (('if [ -n "$SLURM_NTASKS" ]; then', "srun torchrun a.py", "else", "srun torchrun b.py",
           "fi"), {"script": "b.py"}),
+        (("#SBATCH --gres=gpu:4", 'if [ -z "$CUDA_VISIBLE_DEVICES" ]; then n=1; else',
+          'n=$(jq -n "[$CUDA_VISIBLE_DEVICES] | length"); fi', "srun torchrun --nproc=$n a.py"),
+         {"script": "a.py", "nproc-per-node": None}),
         # Numbers of GPUs that a command counts in a list.
         (("export CUDA_VISIBLE_DEVICES=0,1,2",
           "n=$(echo $CUDA_VISIBLE_DEVICES | tr ',' '\\n' | wc -l)",
@@ -304,6 +307,29 @@ def of_text(*lines: str) -> Conversion:
         (('srun a.sif bash -lc "exec \'$V/bin/x\' train"',), {"script": "a.sif"}),
         (("srun bash -lc \"exec '$V/bin/x' train\"",),
          {"script": "env", "args": ["$V/bin/x", "train"]}),
+        # An image's runscript that becomes the launcher.
+        (("srun apptainer run -e a.sif bash -c 'torchrun a.py'",),
+         {"container-tool": "apptainer-run", "container-options": ["-e"], "script": "a.py"}),
+        # The number of nodes, as scripts count it.
+        (("#SBATCH -N 2", "n=$(scontrol show hostnames $SLURM_JOB_NODELIST | wc -l)",
+          "n=${COUNT:-$n}", "if (( n == 0 )); then n=1; fi", "if [ $n -gt 1 ]; then",
+          "srun torchrun --nnodes=$n a.py", "else", "torchrun b.py", "fi"), {"script": "a.py"}),
+        (("#SBATCH -N 2", "h=(`scontrol show hostname \"$SLURM_NODELIST\"`)", "g=(0 1 2)",
+          "if [ ${#h[@]} == 2 ]; then", "srun torchrun --nproc_per_node=${#g[@]} a.py", "fi"),
+         {"script": "a.py", "nproc-per-node": 3}),
+        # A trap for the end that names signals, too, before the function that it calls.
+        (("trap 'end 1' INT EXIT TERM", "end() { cp a b; }", TRAIN),
+         {"setup": ["trap 'end 1' EXIT", "end() { cp a b; }"]}),
+        # What is temporary may go.
+        (('rm -rf "$TMPDIR"/a /tmp/b', "trap 'rm -rf $MY_TMP' EXIT", TRAIN,
+          "rm -rf $TRITON_CACHE_DIR"),
+         {"setup": ['rm -rf "$TMPDIR"/a /tmp/b', "trap 'rm -rf $MY_TMP' EXIT"],
+          "teardown": ["rm -rf $TRITON_CACHE_DIR"]}),
+        (("rm -rf /tmp/../a", "rm -r /tmp/a $OUT", TRAIN), {"setup": None}),
+        # A port of hpc-ddp's that a line of each task prints.
+        (("export MASTER_PORT=29500", "srun bash -c 'P=$MASTER_PORT; echo $P > p; torchrun a.py'"),
+         {"env": None, "setup": ["export MASTER_PORT=29500"]}),
+        ((f"{TRAIN} --data /scratch/hf_v5_token_llama_2_1024",), {"env-names": None}),
         # No arguments are none, and a check of each node is no training.
         ((f"{TRAIN} \"$@\" -a",), {"args": ["-a"]}),
         (('C="python a.py $@ -a"', 'srun bash -c "$C"'), {"args": ["-a"]}),
@@ -319,7 +345,7 @@ def test_words_of_real_scripts(lines: tuple[str, ...], expected: dict[str, Any])
 @pytest.mark.parametrize(
     ("lines", "line", "group", "reason"),
     [
-        (("srun singularity run a.sif python train.py",), 3, LOST, "runscript"),
+        (("srun singularity run a.sif train.py",), 3, LOST, "runscript"),
         (("srun shifter python train.py",), 3, LOST, "image is not named"),
         (("N=$(date)", "srun -n $N python train.py"), 4, LOST, "srun --ntasks: only the job knows"),
         (("f() { echo $1; srun torchrun a.py; }", "f b"), 3, LOST, "arguments of its function"),
