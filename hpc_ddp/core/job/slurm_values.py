@@ -7,7 +7,7 @@ import re
 from hpc_ddp.core.errors import UsageError
 
 # The signals by which the workers may get a notice. hpc_ddp.training understands each.
-SIGNALS = ("TERM", "INT", "USR1", "USR2")
+SIGNALS = ("TERM", "INT", "HUP", "USR1", "USR2")
 # The largest array; a site's MaxArraySize is mostly 1,001, and never above 4,000,001.
 MOST_TASKS = 100_000
 LEAST_ATTEMPT_S = 120  # in which a script can start, step and save
@@ -17,7 +17,7 @@ _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<a>\d+)(?::(?P<b>\d+))?(?::(?P<c>\d+)
 _GPUS = re.compile(r"gpu(:(?P<type>[\w.-]+?))??(:no_consume)?(:(?P<count>\d+))?", re.A)
 _INDEXES = re.compile(r"(?P<first>\d+)(?:-(?P<last>\d+)(?::(?P<step>[1-9]\d*))?)?", re.A)
 _SIGNAL = re.compile(r"(?:[BR]{1,2}:)?(?:SIG)?(?P<name>[A-Z0-9]+)(?:@(?P<seconds>\d{1,5}))?", re.A)
-_SIGNAL_NUMBERS = {"10": "USR1", "12": "USR2", "15": "TERM", "2": "INT"}
+_SIGNAL_NUMBERS = {"1": "HUP", "2": "INT", "10": "USR1", "12": "USR2", "15": "TERM"}
 
 
 def parse_time(text: str) -> int:

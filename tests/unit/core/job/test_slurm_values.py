@@ -79,6 +79,8 @@ def test_a_malformed_array_is_refused(array: str) -> None:
         ("B:SIGUSR2@600", ("USR2", 600)),
         ("10@30", ("USR1", 30)),
         ("sigterm", ("TERM", 60)),
+        ("SIGHUP@90", ("HUP", 90)),
+        ("1", ("HUP", 60)),
     ],
 )
 def test_signals_are_parsed_in_all_of_sbatchs_forms(text: str, expected: tuple[str, int]) -> None:
