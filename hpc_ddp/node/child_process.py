@@ -230,6 +230,16 @@ def worker_launch(place: Place, command: list[str]) -> Launch:
     )
 
 
+def wait_for_files(paths: Sequence[Path], limit_s: float) -> None:
+    """Wait, `limit_s` seconds at most, until all files are there. Raise OSError where one can't be
+    looked up."""
+    give_up, missing = time.monotonic() + limit_s, list(paths)
+    while time.monotonic() < give_up and missing:
+        while missing and missing[-1].exists():  # each is looked for until it is there
+            missing.pop()
+        time.sleep(0.2)
+
+
 def _rank_and_size() -> tuple[int, int]:
     """Return the rank and the number of tasks that srun, or an MPI's launcher, gave this process;
     raise KeyError outside of a task."""

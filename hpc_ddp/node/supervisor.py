@@ -39,6 +39,7 @@ from hpc_ddp.node.child_process import (
     ignore_notices,
     note_missing_variable,
     raise_file_limit,
+    wait_for_files,
     warn_of_wrapper,
 )
 from hpc_ddp.node.net import tracker_lookup
@@ -148,8 +149,6 @@ class Supervisor:
             **tracker_lookup.begin(self.place, self.launch.rank, os.environ),
             **self.launch.env,
         }
-
-    # --- while the child runs --------------------------------------------------------------
 
     def _poll(self, child: subprocess.Popen[bytes]) -> None:
         """Act on signals, on the attempt's files and on the clock: give the workers notice, tear
@@ -281,16 +280,26 @@ class Supervisor:
             return signal_from_pid_files(self.folder.pids(), number)
         return 1
 
-    # --- the end ---------------------------------------------------------------------------
-
     def _end(self, code: int) -> int:
-        """Record the child's end, its exit code `code`, for peers and verdict; return the task's
-        exit code. That is 0 without a failure, after a notice, and where a later attempt runs.
-        After another failure the file ``failed``, unless a peer's has torn this one down, ends the
-        peers; the supervisor with `peers` waits for their records, up to `PEERS_S`, unless the port
-        was taken and the batch script starts anew, and returns 1, the others 0. A node that has
-        left an elastic job waits for the job's end, which it may have to decide, and returns 1.
-        Raise OSError as `head_failover.decide`, or where a file can't be looked up."""
+        """Record the child's end, with its exit code `code`, and return the task's. That is 0
+        without a failure, after a notice, and where a later attempt runs. After another failure
+        the peers are ended, and it is 1 for the supervisor with `peers`, 0 for the others. A node
+        that has left an elastic job waits for the job's end, which it may have to decide, and
+        returns 1. Raise OSError as `head_failover.decide`, or where a file can't be looked up."""
+        has_left = self._write_record(code)
+        # A requeued job's step has the same id: for our bad exit, an old srun would end it.
+        if code == 0 or self.notice or self._is_superseded():
+            return 0
+        if has_left:
+            head_failover.decide(self.place, dict(os.environ), lambda: bool(self.signals.seen))
+            return 1
+        self._end_peers()
+        return 1 if self.launch.peers else 0
+
+    def _write_record(self, code: int) -> bool:
+        """Write the record of the child's end, with its exit code `code`, for peers and verdict;
+        return whether this node has left an elastic job, whose other nodes go on. Raise OSError as
+        `_failures`."""
         failures = [] if code == 0 else self._failures(code)
         # Its workers did not fail themselves: the rendezvous on the first node was lost.
         is_without_worker = any(failure["rank"] is None for failure in failures)
@@ -306,18 +315,18 @@ class Supervisor:
             "failures": failures,
         }
         self._write(partial(write_json, self.folder.record, record))
-        # A requeued job's step has the same id: for our bad exit, an old srun would end it.
-        if code == 0 or self.notice or self._is_superseded():
-            return 0
-        if has_left:
-            head_failover.decide(self.place, dict(os.environ), lambda: bool(self.signals.seen))
-            return 1
+        return has_left
+
+    def _end_peers(self) -> None:
+        """Write the file ``failed``, by which the other supervisors end their workers, unless such
+        a file has ended this one's; wait for the records of `peers`, up to `PEERS_S`. After a port
+        that was taken none is waited for: the batch script deletes them and starts anew. Raise
+        OSError where a file can't be looked up."""
         if not self.torn_down:
             self._write(partial(self.place.attempt.failed.write_text, self.launch.name))
             self.watch.links.wake()
         if not self.place.attempt.port_taken.exists():
-            self._wait_for_peers()
-        return 1 if self.launch.peers else 0
+            wait_for_files(self.launch.peers, PEERS_S)
 
     def _write(self, write_file: Callable[[], object]) -> None:
         """Call `write_file`, `patiently` for a minute; print an OSError that stays."""
@@ -345,14 +354,6 @@ class Supervisor:
         if port and "EADDRINUSE" in error and str(port) in error:
             self.place.attempt.port_taken.touch()
         return failures
-
-    def _wait_for_peers(self) -> None:
-        """Wait, `PEERS_S` at most, until all record files `peers` are there. May raise OSError."""
-        give_up, waiting = time.monotonic() + PEERS_S, list(self.launch.peers)
-        while time.monotonic() < give_up and waiting:
-            while waiting and waiting[-1].exists():  # each record is looked for until it is there
-                waiting.pop()
-            time.sleep(0.2)
 
 
 def main(argv: list[str]) -> int:

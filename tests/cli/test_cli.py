@@ -77,7 +77,10 @@ def _names(folder: Path) -> list[str]:
         (["sweep", "train.py"], "a sweep without a parameter is no sweep"),
         (["sweep", "--set", "lr=1", "--array", "0-1", "train.py"], "is an array of its own"),
         (["submit", "--time", "soon", "train.py"], "not a Slurm time"),
-        (["submit", "--signal", "SIGKILL@9", "train.py"], "accepted names: TERM, INT, HUP, USR1, USR2"),
+        (
+            ["submit", "--signal", "SIGKILL@9", "train.py"],
+            "accepted names: TERM, INT, HUP, USR1, USR2",
+        ),
         (["submit", "--gpu-request", "gpu", "train.py"], "accepted: gpus-per-node, gres"),
         (
             ["submit", "--step-launcher", "mpirun", "--launcher", "srun", "train.py"],

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from hpc_ddp.core import process
-from hpc_ddp.node import supervisor
+from hpc_ddp.node import child_process, supervisor
 from hpc_ddp.node.outcome import oom as oom_module
 from hpc_ddp.node.watch import attempt_watch, log_offsets
 from unit.fakes import Clock, stop_clock
@@ -14,7 +14,7 @@ from unit.fakes import Clock, stop_clock
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     monkeypatch.setattr(oom_module, "kills", lambda: 0)
-    return stop_clock(monkeypatch, supervisor, attempt_watch, log_offsets)
+    return stop_clock(monkeypatch, supervisor, child_process, attempt_watch, log_offsets)
 
 
 @pytest.fixture(autouse=True)

@@ -85,11 +85,11 @@ def test_the_peers_ends_are_awaited_for_a_bounded_time(
         attempt.node(node).path.mkdir(exist_ok=True)
     attempt.node("n1").record.touch()
     attempt.node("n3").record.touch()
-    watcher._wait_for_peers()
+    watcher._end_peers()
     assert supervisor.PEERS_S <= sum(clock.slept) < supervisor.PEERS_S + 0.3
     clock.slept.clear()
     attempt.node("n2").record.touch()
-    watcher._wait_for_peers()
+    watcher._end_peers()
     assert len(clock.slept) == 1
     assert watcher.launch.peers == [attempt.node(node).record for node in ("n1", "n2", "n3")]
 
