@@ -129,6 +129,7 @@ class CallOrder:
                 "a loop of the run was asked for more after a later one had begun",
                 hint="one `for` over run.epochs or run.steps, and the next one behind it",
             )
+        site.move(3)
         if self.loop == "epochs":  # which may have its batches in another thread
             self._thread = None
         if self.loop:

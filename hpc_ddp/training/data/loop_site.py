@@ -26,23 +26,26 @@ class _For(NamedTuple):
 
 
 class LoopSite:
-    """The place of the script at which a loop begins: by code and bytecode offset, that of its
-    frame and of each caller's, the script's first. Sites of one place are equal."""
+    """The places of the script at which a loop begins, and asks for an element: by code and
+    bytecode offset, that of its frame and of each caller's, the script's first. Sites of loops that
+    begin at one place are equal."""
 
     def __init__(self, depth: int) -> None:
         """Note the present place; `depth` frames up to the script are left out, the caller's
         first."""
-        frame: FrameType | None = sys._getframe(depth + 1)
-        self._calls = []  # no frame is kept: it would keep the loop from being closed
-        while frame:
-            self._calls.append((frame.f_code, frame.f_lasti))
-            frame = frame.f_back
+        self._calls = _calls_of(sys._getframe(depth + 1))  # at which it asks
+        self._begin = self._calls
         self.thread = threading.get_ident()
 
     def __eq__(self, site: object) -> bool:
-        return isinstance(site, LoopSite) and self._calls == site._calls
+        return isinstance(site, LoopSite) and self._begin == site._begin
 
     __hash__ = None  # type: ignore[assignment]
+
+    def move(self, depth: int) -> None:
+        """Note the present place as that at which the loop asks for elements: a loop in parts has
+        several. `depth` is as in `__init__`."""
+        self._calls = _calls_of(sys._getframe(depth + 1))
 
     def is_left(self, begins: bool) -> bool:
         """Return whether the script has left the ``for`` that asks for the loop's elements, by the
@@ -72,16 +75,28 @@ class LoopSite:
 
     def _loops(self) -> list[_For]:
         """Return the ``for`` of each call that is at one: up to the first one of a function that
-        can't be suspended, as generators and coroutines are."""
+        neither can be suspended, as generators and coroutines are, nor is itself called by a
+        ``for``, as ``__next__`` is."""
         loops: list[_For] = []
-        for code, offset in self._calls:
-            if instruction_at(code, offset) != "FOR_ITER":
-                continue
-            if lines := _lines_of_loop(code, offset):
+        asks = [instruction_at(*call) == "FOR_ITER" for call in self._calls]
+        for (code, offset), is_for, is_caller_for in zip(
+            self._calls, asks, [*asks[1:], False], strict=True
+        ):
+            if is_for and (lines := _lines_of_loop(code, offset)):
                 loops.append(_For(code, offset, lines))
-                if not code.co_flags & SUSPENDED:
+                if not (code.co_flags & SUSPENDED or is_caller_for):
                     break
         return loops
+
+
+def _calls_of(frame: FrameType | None) -> list[tuple[CodeType, int]]:
+    """Return code and bytecode offset of a frame and of each caller's. No frame is kept: it would
+    keep the loop from being closed."""
+    calls = []
+    while frame:
+        calls.append((frame.f_code, frame.f_lasti))
+        frame = frame.f_back
+    return calls
 
 
 def _lines_of_loop(code: CodeType, offset: int) -> range:

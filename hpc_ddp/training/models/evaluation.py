@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from types import CodeType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -131,17 +132,18 @@ def averaged(model: torch.nn.Module, decay: float) -> Average:
 def _refers_to(function: Any, module: torch.nn.Module) -> bool:
     """Return whether a function, or what it holds (a closure, defaults, an object's attributes),
     refers to `module`. Globals, other modules, and more than `MOST_PARTS` parts are left out."""
-    parts, visited = [function], set[int]()
+    parts, visited = deque([function]), set[int]()
     while parts and len(visited) < MOST_PARTS:
-        part = parts.pop()
+        part = parts.popleft()  # the nearest first: a vocabulary has many
         if part is module:
             return True
-        if id(part) in visited or isinstance(part, NO_HOLDERS):
+        kind = type(part)  # an attribute may be code of the user's, also `__class__`
+        if id(part) in visited or not gc.is_tracked(part) or issubclass(kind, NO_HOLDERS):
             continue
         visited.add(id(part))
-        scope = getattr(part, "__globals__", None)
-        parts += [referent for referent in gc.get_referents(part) if referent is not scope]
-        if isinstance(part, weakref.ref):
+        scope = part.__globals__ if kind is FunctionType else None
+        parts.extend(referent for referent in gc.get_referents(part) if referent is not scope)
+        if issubclass(kind, weakref.ref):
             parts.append(part())
     return False
 

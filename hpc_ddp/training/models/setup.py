@@ -318,7 +318,6 @@ class ModelSetup(Worker):
         ``run.shard(..., even=True)``.
         """
         plain = unwrap(model if isinstance(model, torch.nn.Module) else model.stage)
-        # In a pipeline rank 0's are another stage's.
         group = self.mesh["dp"].get_group() if self._dims.pp > 1 else None
         share_buffers(plain, self.device, group)
         with self.untimed(), in_eval_mode(plain):
@@ -326,7 +325,8 @@ class ModelSetup(Worker):
 
     def _check_tracked(self, objects: Mapping[str, Any]) -> None:
         """Raise as `check_models` and `check_copies` do; warn as `warn_of_stateless` does."""
-        tracked.check_models(objects, self._wrapped, self._dims.pp > 1)
+        left_out = tracked.check_models(objects, self._wrapped, self._dims.pp > 1)
+        self._manager.trained.left_out = left_out
         tracked.warn_of_stateless(objects, self._say)
         tracked.check_copies(objects.values(), self._wrapped, self._dims)
 

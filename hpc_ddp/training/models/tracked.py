@@ -6,6 +6,7 @@ import gc
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
+from itertools import chain
 from types import FunctionType, ModuleType
 from typing import Any, Generic, TypeVar
 
@@ -20,7 +21,7 @@ from hpc_ddp.training.checkpoint.optimizer_state import params_of
 from hpc_ddp.training.checkpoint.state import labels_of, untracked_parameters, unwrap
 from hpc_ddp.training.models.dtensor import step_apart
 from hpc_ddp.training.models.mesh import ParallelDims
-from hpc_ddp.training.models.trained import parameters_of
+from hpc_ddp.training.models.trained import left_out_error, parameters_of
 
 LEVELS = 10  # of attributes, lists and dicts, at which a tracked object may have its parts
 MOST_PARTS = 10_000  # of a level: a replay buffer may be a list
@@ -56,10 +57,11 @@ class LivingModels(Generic[M]):
 
 def check_models(
     objects: Mapping[str, Any], wrapped: Iterable[torch.nn.Module], is_stage: bool = False
-) -> None:
+) -> set[int]:
     """Refuse tracked `objects` if a checkpoint would lack what an optimizer among them trains, or
-    an optimizer inside it. `wrapped` are the models that went through `Run.wrap` and others; with
-    `is_stage` the objects belong to one stage of a pipeline.
+    an optimizer inside it; return the ids of the frozen parameters of an optimizer that it will
+    lack. `wrapped` are the models that went through `Run.wrap` and others; with `is_stage` the
+    objects belong to one stage of a pipeline.
 
     Raises
     ------
@@ -74,7 +76,8 @@ def check_models(
     _check_shards(objects)
     stored = labels_of(objects)
     optimizers = [thing for thing in tracked if isinstance(thing, Optimizer)]
-    _check_left_out(objects, {id(weight) for one in optimizers for weight in parameters_of(one)})
+    parameters = chain.from_iterable(map(parameters_of, optimizers))
+    left_out = _check_left_out(objects, {id(parameter) for parameter in parameters})
     of_wrapped = {id(weight) for model in wrapped for weight in model.parameters()} - stored.keys()
     for optimizer in optimizers:
         _check_repeated(optimizer, stored)
@@ -106,6 +109,7 @@ def check_models(
                 " another stage; accepted in a pipeline: parameters of tracked models",
                 hint="make it a parameter of the stage's module",
             )
+    return left_out
 
 
 def _check_repeated(optimizer: Optimizer, labels: Mapping[int, str]) -> None:
@@ -134,34 +138,34 @@ def _check_shards(objects: Mapping[str, Any]) -> None:
                 )
 
 
-def _check_left_out(objects: Mapping[str, Any], trained: Container[int]) -> None:
-    """Raise UsageError for a model that would not load, from its own state dict, a parameter that
-    is `trained` (its id), and that no other model has. A class with a ``load_state_dict`` of its
-    own decides by itself."""
+def _check_left_out(objects: Mapping[str, Any], of_optimizers: Container[int]) -> set[int]:
+    """Return the ids of the parameters, of those that optimizers have, that no model would load
+    from its own state dict. Raise UsageError where one is trained. A class with a
+    ``load_state_dict`` of its own decides by itself."""
     saved: set[int] = set()
-    lacking: dict[int, tuple[str, str]] = {}
+    lacking: dict[str, torch.Tensor] = {}
     for name, model in objects.items():
         plain = unwrap(model)
         if not isinstance(plain, torch.nn.Module):
             continue
-        entries, parameters = plain.state_dict(), dict(plain.named_parameters())
+        # A weight that is tied may be saved by any of its names.
+        entries = plain.state_dict()
+        parameters = dict(plain.named_parameters(remove_duplicate=False))
         saved |= {id(weight) for key, weight in parameters.items() if key in entries}
         unlisted = {
-            key: id(weight)
+            key: weight
             for key, weight in parameters.items()
-            if key not in entries and weight.requires_grad and id(weight) in trained
+            if key not in entries and id(weight) in of_optimizers
         }
         is_plain = type(plain).load_state_dict is torch.nn.Module.load_state_dict
         if unlisted and is_plain:  # it may be saved by another name, from which it is loaded
             missing = plain.load_state_dict(entries, strict=False).missing_keys
-            lacking |= {unlisted[key]: (name, key) for key in missing if key in unlisted}
-    for number, (name, key) in lacking.items():
-        if number not in saved:
-            raise UsageError(
-                f"the state_dict of {name} leaves out {key}, which is trained: a resume would begin"
-                " it anew; accepted: a model that leaves out frozen weights alone",
-                hint=f"requires_grad_(False) for {key}, or no hook that drops it",
-            )
+            lacking |= {f"{name}.{key}": unlisted[key] for key in missing if key in unlisted}
+    lacking = {key: weight for key, weight in lacking.items() if id(weight) not in saved}
+    for key, weight in lacking.items():
+        if weight.requires_grad:
+            raise left_out_error(key)
+    return set(map(id, lacking.values()))
 
 
 def check_copies(

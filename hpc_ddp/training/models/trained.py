@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from hpc_ddp.core.errors import UsageError
+
 
 class TrainedParameters:
     """The parameters that optimizers train, whether they need gradients at the moment or not.
@@ -19,6 +21,7 @@ class TrainedParameters:
     """
 
     def __init__(self) -> None:
+        self.left_out: set[int] = set()  # ids of frozen parameters that no checkpoint has
         self._optimizers: list[Optimizer] = []
         self._with_gradients: set[int] = set()
         self._settings: dict[int, list[dict[str, Any]]] = {}
@@ -59,9 +62,13 @@ class TrainedParameters:
 
     def changes_of(self, module: torch.nn.Module) -> dict[str, bool]:
         """Return, by name, whether parameters of a module need gradients, for those alone for which
-        the loop has changed this, as it unfreezes layers."""
-        flags = module.named_parameters(remove_duplicate=False)
-        return self._changed((key, id(p), p.requires_grad) for key, p in flags)
+        the loop has changed this, as it unfreezes layers. Raise UsageError for one that it trains
+        by now, and that no checkpoint has."""
+        parameters = [*module.named_parameters(remove_duplicate=False)]
+        for key, parameter in parameters:
+            if parameter.requires_grad and id(parameter) in self.left_out:
+                raise left_out_error(key)
+        return self._changed((key, id(p), p.requires_grad) for key, p in parameters)
 
     def modes_of(self, module: torch.nn.Module) -> dict[str, bool]:
         """Return, by name, whether parts of a module are in training mode, for those alone for
@@ -81,6 +88,15 @@ class TrainedParameters:
             for parameter in parameters_of(optimizer)
             if optimizer.state.get(parameter)
         )
+
+
+def left_out_error(name: str) -> UsageError:
+    """Return the error for a model that trains a parameter that it leaves out of its state."""
+    return UsageError(
+        f"the state_dict of the model leaves out {name}, which is trained: a resume would begin it"
+        " anew; accepted: a model that leaves out frozen weights alone",
+        hint=f"requires_grad_(False) for {name}, or no hook that drops it",
+    )
 
 
 def _is_plain(setting: Any) -> bool:

@@ -11,6 +11,7 @@ import pytest
 
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.training.data.call_order import CallOrder
+from hpc_ddp.training.data.loop_site import LoopSite
 from hpc_ddp.training.data.order import Position
 
 
@@ -27,7 +28,10 @@ class Run:
         with self.calls.in_loop("steps", total, True, self.position) as (_, site):
             for step in range(total):
                 yield step
-                self.resumed += self.calls.go_on(site, self.position)
+                self._go_on(site)
+
+    def _go_on(self, site: LoopSite) -> None:
+        self.resumed += self.calls.go_on(site, self.position)
 
     def note(self) -> None:
         """Note whether the script is outside of a loop by now."""
@@ -143,6 +147,44 @@ def test_a_loop_in_parts_goes_on(tmp_path: Path) -> None:
     assert run.places == [False, False, True] * 3
     assert (run.resumed, run.position.abandoned) == (3, {})
     assert run.calls.loop is None
+
+
+def test_a_later_part_of_a_loop_is_in_it(tmp_path: Path) -> None:
+    text = """
+        from itertools import islice
+        loop = run.steps(5)
+        for step in islice(loop, 2):
+            run.note()
+        for step in loop:
+            run.note()
+            if step == 3:
+                break
+        run.note()
+    """
+    run = play(tmp_path, text)
+    assert run.places == [False] * 4 + [True]
+
+
+@pytest.mark.parametrize("ends", ["raise StopIteration", "return next(self.steps)"])
+def test_an_iterator_that_asks_by_a_loop_is_in_its_callers(tmp_path: Path, ends: str) -> None:
+    text = f"""
+        class Steps:
+            def __init__(self, steps):
+                self.steps = steps
+            def __iter__(self):
+                return self
+            def __next__(self):
+                for step in self.steps:
+                    return step
+                {ends}
+        steps = Steps(run.steps(5))
+        for step in steps:
+            run.note()
+            if step == 2:
+                break
+        run.note()
+    """
+    assert play(tmp_path, text).places == [False] * 3 + [True]
 
 
 def test_a_generator_of_the_script_is_in_its_loop_behind_its_yield(tmp_path: Path) -> None:

@@ -81,6 +81,23 @@ def by_default(net: Any) -> Any:
     return lambda inputs, model=net: kind.forward(model, inputs)
 
 
+def beside_a_vocabulary(net: Any) -> Any:
+    class Settings(dict[str, int]):
+        def __getattr__(self, name: str) -> int:
+            return self[name]
+
+    plain, aa = net.forward, {f"word {number}": [number] for number in range(20_000)}
+    bb, cc = Settings(), weakref.proxy(nn.Linear(1, 1))  # whose object is gone
+
+    def forward(inputs: Any) -> Any:
+        assert aa
+        assert bb
+        assert cc is not None
+        return plain(inputs)
+
+    return forward
+
+
 def by_reference(net: Any) -> Any:
     kind: Any = nn.Sequential
     reference, calls = weakref.ref(net), [kind.forward]
@@ -94,6 +111,7 @@ def by_reference(net: Any) -> Any:
         lambda net: partial(nn.Sequential.forward, net),
         by_default,
         by_reference,
+        beside_a_vocabulary,
     ],
 )
 def test_an_average_has_no_forward_of_its_model(forward_of: Callable[[Any], Any]) -> None:

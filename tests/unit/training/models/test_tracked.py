@@ -22,6 +22,7 @@ from hpc_ddp.training.models.tracked import (
     warn_of_stateless,
     warn_of_untracked,
 )
+from hpc_ddp.training.models.trained import TrainedParameters
 
 
 class Nested(torch.optim.SGD):
@@ -92,13 +93,18 @@ def test_trained_weights_that_a_model_leaves_out_of_its_state_are_refused() -> N
     net: Any = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     net[0].register_state_dict_post_hook(drop)
     optimizer = torch.optim.SGD(net.parameters())
-    with pytest.raises(UsageError, match=r"state_dict of net leaves out 0\.weight, which is train"):
+    with pytest.raises(UsageError, match=r"leaves out net\.0\.weight, which is train"):
         check_models({"opt": optimizer, "net": net}, [])
     net.append(nn.BatchNorm1d(2))  # which has more entries than weights
-    with pytest.raises(UsageError, match=r"leaves out 0\.weight"):
+    with pytest.raises(UsageError, match=r"leaves out net\.0\.weight"):
         check_models({"opt": optimizer, "net": net}, [])
     net[0].requires_grad_(False)
-    check_models({"opt": optimizer, "net": net}, [])
+    trained = TrainedParameters()
+    trained.left_out = check_models({"opt": optimizer, "net": net}, [])
+    assert trained.changes_of(net) == {}
+    net[0].requires_grad_(True)  # in the loop
+    with pytest.raises(UsageError, match=r"leaves out 0\.weight, which is trained"):
+        trained.changes_of(net)
 
 
 def test_a_state_dict_of_a_class_that_leaves_out_what_is_trained_is_refused() -> None:
@@ -112,7 +118,7 @@ def test_a_state_dict_of_a_class_that_leaves_out_what_is_trained_is_refused() ->
             return super().load_state_dict(*args, **{**options, "strict": False})
 
     net = Net(nn.Linear(2, 2), nn.Linear(2, 2))
-    with pytest.raises(UsageError, match=r"leaves out 1\.weight"):
+    with pytest.raises(UsageError, match=r"leaves out net\.1\.weight"):
         check_models({"opt": torch.optim.SGD(net.parameters()), "net": net}, [])
     own = Loads(nn.Linear(2, 2), nn.Linear(2, 2))
     check_models({"opt": torch.optim.SGD(own.parameters()), "net": own}, [])
@@ -138,10 +144,23 @@ def test_weights_may_be_in_another_models_state_or_have_another_name() -> None:
     check_models({"opt": optimizer, "head": head, "backbone": backbone}, [])
     renamed: Any = nn.Linear(2, 2)
     renamed.register_state_dict_post_hook(rename)
-    with pytest.raises(UsageError, match="leaves out weight"):
+    with pytest.raises(UsageError, match=r"leaves out net\.weight"):
         check_models({"opt": torch.optim.SGD(renamed.parameters()), "net": renamed}, [])
     renamed.register_load_state_dict_pre_hook(name_back)
     check_models({"opt": torch.optim.SGD(renamed.parameters()), "net": renamed}, [])
+
+
+@pytest.mark.parametrize("is_head_first", [False, True])
+def test_a_tied_weight_may_be_saved_by_either_name(is_head_first: bool) -> None:
+    def drop(model: Any, entries: Any, prefix: str, metadata: Any) -> None:
+        del entries[f"{prefix}head.weight"]
+
+    head, embed = nn.Linear(2, 3, bias=False), nn.Embedding(3, 2)
+    embed.weight = head.weight
+    parts = {"head": head, "embed": embed}
+    net: Any = nn.ModuleDict(parts if is_head_first else dict(reversed(parts.items())))
+    net.register_state_dict_post_hook(drop)
+    check_models({"opt": torch.optim.SGD(net.parameters()), "net": net}, [])
 
 
 def untracked(*objects: Any) -> list[str]:
