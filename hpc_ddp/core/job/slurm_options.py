@@ -99,9 +99,14 @@ def full_name(name: str, names: str = SRUN) -> str:
 
 
 def _fitting(name: str, names: str) -> list[str]:
-    """Return [name] where `name` is one of `names`, else those of `names` that begin with it."""
+    """Return [name] where `name` is one of `names` or an alias, else those of `names` that begin
+    with it."""
     all_names = names.split()
-    return [name] if name in all_names else [long for long in all_names if long.startswith(name)]
+    return (
+        [name]
+        if name in (*all_names, *_ALIASES)
+        else [long for long in all_names if long.startswith(name)]
+    )
 
 
 def as_pairs(options: Iterable[str], names: str = SRUN) -> list[tuple[str, str]]:

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hpc_ddp.core.job.variables import is_of_hpc_ddp
-from hpc_ddp.submission.job_script.shell import Word
-from hpc_ddp.submission.job_script.syntax import uses_arguments
+from hpc_ddp.submission.job_script.bash.syntax import uses_arguments
+from hpc_ddp.submission.job_script.bash.words import Word
 
 # The groups of a script's lines.
 TAKEN, OURS, LOST = "taken over", "set by hpc-ddp itself", "not taken over"
@@ -102,6 +102,8 @@ class Conversion:
         groups of a line with their reasons, by line
     notes
         (line, sentence) for the user
+    secrets
+        values of the script's variables that are secrets, by name; they are not written
     unknown
         where a variable that can't be taken over is set, as ``line 7``, by its name
     """
@@ -111,6 +113,7 @@ class Conversion:
     env: dict[str, TextAt] = field(default_factory=dict)
     marks: dict[int, list[Mark]] = field(default_factory=dict)
     notes: list[tuple[int, str]] = field(default_factory=list)
+    secrets: dict[str, str] = field(default_factory=dict)
     unknown: dict[str, str] = field(default_factory=dict)
 
     def mark(self, first: int, last: int, group: str, text: str) -> None:

@@ -12,6 +12,8 @@ from pathlib import Path
 from hpc_ddp.core.file_io import read_text
 from hpc_ddp.core.job.variables import is_of_hpc_ddp
 from hpc_ddp.submission.job_script import program, secrets
+from hpc_ddp.submission.job_script.bash.scope import Scope, Value
+from hpc_ddp.submission.job_script.bash.words import literal
 from hpc_ddp.submission.job_script.conversion import LOST, STARTS_PYTHON, Conversion
 from hpc_ddp.submission.job_script.directives import (
     not_set,
@@ -23,7 +25,6 @@ from hpc_ddp.submission.job_script.directives import (
 )
 from hpc_ddp.submission.job_script.launch import Launch, Statement
 from hpc_ddp.submission.job_script.project_file import is_code
-from hpc_ddp.submission.job_script.shell import Scope, Value, literal
 from hpc_ddp.submission.job_script.sorting import PRINTS, Sorter
 from hpc_ddp.submission.job_script.statements import Reader
 
@@ -32,7 +33,7 @@ _LOGIN = (  # what a login shell reads: bash(1), INVOCATION
     ' [ ! -r "$REPLY" ] || { . "$REPLY"; break; }; done'
 )
 
-
+_OF_A_LOGIN = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "MANPATH", "HOME", "TMPDIR", "LANG")
 # Variables that count tasks, or have a number for one task.
 _OF_TASKS = re.compile(r"\bSLURM_(NTASKS|NPROCS|NTASKS_PER_NODE|TASKS_PER_NODE|CPUS_PER_TASK)\b")
 # The program of a script's first line, and those that do not read it as bash does.
@@ -181,6 +182,30 @@ def _choose_launch(reader: Reader, result: Conversion) -> tuple[Launch | None, i
     return training, at
 
 
+def _join_child_shells(reader: Reader, at: int) -> int:
+    """Replace the statements of a child shell in which no launch is left, and which is not the
+    training's, by the one that it is in the script. Return the index of the training's statement,
+    `at` before."""
+    training, joined = reader.statements[at], list[Statement]()
+    with_launch = {n for s in reader.statements if s.launch for n in s.shells}
+    for statement in reader.statements:
+        others = [n for n in statement.shells if n not in with_launch]
+        whole = reader.child_shells[others[0]] if others else statement
+        if all(whole is not one for one in joined):
+            joined.append(whole)
+    reader.statements = joined
+    return next(i for i, statement in enumerate(joined) if statement is training)
+
+
+def _mark_exported(statements: Sequence[Statement]) -> None:
+    """Set `exported` of each statement that assigns a variable which an earlier statement exports,
+    or which a job has from its login: bash goes on to export the name."""
+    exported = {*_OF_A_LOGIN}
+    for statement in statements:
+        statement.exported |= statement.name in exported
+        exported |= {statement.name} if statement.exported else set()
+
+
 def _fewer_nodes(training: Launch, nodes: int) -> str:
     """Return a text that says on how many of the job's `nodes` a launch is; '' if on all."""
     count = training.nodes or (0 if training.step else 1)
@@ -235,6 +260,8 @@ def convert(
         reader.read(text)
     take_directives(directives, result, name)
     launch, at = _choose_launch(reader, result)
+    at = _join_child_shells(reader, at) if launch else at
+    _mark_exported(reader.statements)
     sorter = Sorter(reader, result, launch, at, start, name)
     if shebang := re.match(r"#!.*\s-(-login|\w+)\s*$", text.partition("\n")[0]):
         if "l" in shebang[1]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from hpc_ddp.core.job.slurm_options import SBATCH, SHORT_OPTIONS, as_raw
 from hpc_ddp.core.job.slurm_values import gpus_of
+from hpc_ddp.submission.job_script.bash.words import Word, literal
 from hpc_ddp.submission.job_script.conversion import (
     LOST,
     NO_COMPONENTS,
@@ -21,7 +22,6 @@ from hpc_ddp.submission.job_script.conversion import (
 )
 from hpc_ddp.submission.job_script.launch import FLAGS, Launch, is_of_pyxis, option_name
 from hpc_ddp.submission.job_script.secrets import looks_secret
-from hpc_ddp.submission.job_script.shell import Word, literal
 from hpc_ddp.submission.settings.config import OPTIONS
 
 _OWN_KEYS = {key for key, o in OPTIONS.items() if o.is_sbatch} - {"nodes"}

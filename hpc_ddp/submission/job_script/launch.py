@@ -9,9 +9,10 @@ from typing import NamedTuple
 
 from hpc_ddp.core.job.slurm_options import SBATCH, SRUN, full_name
 from hpc_ddp.core.job.variables import is_of_hpc_ddp, is_of_slurm
-from hpc_ddp.submission.job_script import syntax
+from hpc_ddp.submission.job_script.bash import syntax
+from hpc_ddp.submission.job_script.bash.scope import Scope, Value
+from hpc_ddp.submission.job_script.bash.words import Word, joined, literal, separated
 from hpc_ddp.submission.job_script.conversion import LOST, NO_COMPONENTS, OURS
-from hpc_ddp.submission.job_script.shell import Scope, Value, Word, joined, literal, separated
 
 # Options of sbatch and srun without a value, or with one in the same word.
 FLAGS = re.compile(
@@ -350,23 +351,6 @@ def accelerate_variable(name: str, operand: str) -> tuple[str, str] | None:
     name = name.replace("transformer_layer_cls", "transformer_cls").upper()
     start = "" if match["fsdp"] else "ACCELERATE_DEEPSPEED_" if match["zero"] else "ACCELERATE_"
     return start + name, operand.lower() if operand in ("True", "False") else operand
-
-
-def is_command(assigned: Value) -> bool:
-    """Return whether a value is one text of several words that does not begin with code, as a
-    command line."""
-    if not isinstance(assigned, Word) or not assigned.parts or assigned.parts[0].is_code:
-        return False
-    text = "".join("$" if part.is_code else part.text for part in assigned.parts)
-    return bool(re.search(r"\S\s+\S", text))
-
-
-def is_known(assigned: Value) -> bool:
-    """Return whether a value can be written in place of its variable: it is text and names of
-    variables, or a command line (`is_command`); for an array one word at least is text."""
-    if isinstance(assigned, Word):
-        return is_command(assigned) or all(part.name for part in assigned.code)
-    return assigned is not None and any(word.is_static for word in assigned)
 
 
 def is_option_of_step(name: str) -> bool:

@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 
 from hpc_ddp.core.job.checks import TORCHRUN_SETTLED
 from hpc_ddp.core.job.slurm_options import SHORT_OPTIONS, SRUN
+from hpc_ddp.submission.job_script.bash.scope import Scope
+from hpc_ddp.submission.job_script.bash.words import Part, Word, joined, literal
 from hpc_ddp.submission.job_script.conversion import LOST, NO_COMPONENTS, OURS
 from hpc_ddp.submission.job_script.launch import (
     ACCELERATE,
@@ -21,7 +23,6 @@ from hpc_ddp.submission.job_script.launch import (
     accelerate_variable,
     option_name,
 )
-from hpc_ddp.submission.job_script.shell import Part, Scope, Word, joined, literal
 
 _SRUN_USES = {
     "container-image": "=image",
@@ -321,7 +322,10 @@ def _torchrun(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
         launch.mark(at, LOST, f"{name} --nnodes is another number than the job's nodes")
     if nodes and re.fullmatch(r"\d+:\d+", nodes.text):
         launch.mark(at, LOST, f"{name} --nnodes: elastic = true, with nodes = …")
-    for option in ("nproc-per-node", "nproc", "n", "num-gpus"):
+    counts = ("nproc-per-node", "nproc", "n", "num-gpus")
+    if not {*counts} & options.keys() and name not in ("composer", "deepspeed"):
+        launch.workers = 1  # its default
+    for option in counts:
         count, at = options.get(option, (literal("gpu"), 0))
         if scope.number(count) is None and (not count or count.text not in ("gpu", "auto")):
             text = "only the job knows it: nproc-per-node = N"

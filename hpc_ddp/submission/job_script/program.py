@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_ddp.core.job.variables import is_of_hpc_ddp, is_of_slurm
+from hpc_ddp.submission.job_script.bash.words import Word, joined, literal
 from hpc_ddp.submission.job_script.conversion import LOST, OURS, TAKEN, ArgumentWriter, Conversion
 from hpc_ddp.submission.job_script.directives import (
     Directives,
@@ -19,7 +20,6 @@ from hpc_ddp.submission.job_script.directives import (
     tasks_of_node,
 )
 from hpc_ddp.submission.job_script.launch import Launch, Statement, accelerate_variable, is_of_pyxis
-from hpc_ddp.submission.job_script.shell import Word, joined, literal
 from hpc_ddp.submission.job_script.statements import Reader
 
 # Lines that bring a Python, or another PATH: modules of compilers and libraries alone do not.
@@ -317,12 +317,14 @@ def _take_workers(
     launch: Launch, result: Conversion, directives: Directives, numbers: Mapping[str, int],
     gpus: int,
 ) -> None:  # fmt: skip
-    """Put the number of workers on a node into `result`, unless it is the number of its `gpus`.
+    """Put the number of workers on a node into `result`, unless hpc-ddp takes that number by
+    itself: one for each of the node's `gpus`, one without GPUs.
 
-    It is the launcher's number or, without a launcher of workers, the tasks that srun or mpirun
-    starts. A number of workers that is not known, and a launcher that several tasks of a node would
-    start, become notes; the line of tasks that differ between nodes is lost. `numbers` are as from
-    `sizes`."""
+    The number is the launcher's; where it names none, its processes divided by the nodes, else one
+    for each GPU. Without a launcher of workers it is the number of tasks on a node that srun or
+    mpirun starts, else 1. Notes name a number that is not known, torchrun's own default on a node
+    of several GPUs, and a launcher that several tasks of a node would start. The line of tasks that
+    the nodes can't have equally many of is lost. `numbers` are as from `sizes`."""
     line, nodes = launch.line, numbers.get("SLURM_NNODES") or launch.nodes or 1
     if launch.kind:
         workers = launch.workers or (launch.processes or 0) // nodes or gpus or 1
@@ -332,6 +334,10 @@ def _take_workers(
         _mark_uneven_tasks(launch, result, directives, numbers)
     if launch.kind == "torchrun" and launch.workers is None and not gpus:
         result.note(line, "the number of workers is not known here: --nproc-per-node N")
+    has_number = {"nproc-per-node", "nproc", "n"} & launch.options.keys()
+    if launch.kind == "torchrun" and launch.workers == 1 < gpus and not has_number:
+        text = "torchrun's own default is one worker: drop nproc-per-node for one on each GPU"
+        result.note(line, text)
     if launch.step and launch.kind and not (launch.tasks or launch.in_loop):
         count = launch.tasks_per_node or tasks_of_node(numbers)
         text = f"{count} tasks on a node would each start the launcher there; hpc-ddp starts one"

@@ -67,13 +67,16 @@ def is_secret(name: str, content: str | None = None) -> bool:
 def take_out(result: Conversion) -> None:
     """Remove the values of secrets from the arguments and variables of a conversion, in place.
 
-    In an argument ``$NAME`` replaces the value, and ``expand`` gets NAME: the option's name in
-    capitals, else ``SECRET``, with a number where another secret has the name. A secret variable is
-    removed from ``env``. The name of each secret is added to ``env-names`` (sorted by line before),
-    so that the user's shell passes the value on; the line that has the value is lost.
+    An argument gets ``$NAME`` in place of the value, and ``expand`` gets NAME: the option's name in
+    capitals, else ``SECRET``. A number follows where a variable of the script, or another secret,
+    has that name with another value. ``env`` loses a secret variable. ``env-names``, first put into
+    the order of its lines, gets the name of each secret, so that the user's shell passes the value
+    on; the line with the value is lost.
     """
     result.lists.get("env-names", []).sort(key=lambda entry: entry[1])
-    contents: dict[str, str] = {}  # by the name that stands for it
+    contents = result.secrets | {name: text for name, (text, _) in result.env.items()}  # by name
+    for text, _ in result.lists.get("setup", ()):  # "": it has another secret, if it is one
+        contents |= dict.fromkeys(re.findall(r"\b([A-Za-z_]\w*)=", text), "")
     before = ""
     for position, (text, line) in enumerate(result.lists.get("args", [])):
         option, content, inline = _split(before, text)

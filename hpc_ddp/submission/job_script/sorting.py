@@ -8,6 +8,9 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from hpc_ddp.core.job.variables import is_of_hpc_ddp, is_of_worker
+from hpc_ddp.submission.job_script.bash.scope import OF_A_JOB, is_command, is_known
+from hpc_ddp.submission.job_script.bash.syntax import names_in
+from hpc_ddp.submission.job_script.bash.words import Word
 from hpc_ddp.submission.job_script.conversion import (
     DECIDED,
     LOST,
@@ -26,15 +29,11 @@ from hpc_ddp.submission.job_script.conversion import (
 from hpc_ddp.submission.job_script.launch import (
     Launch,
     Statement,
-    is_command,
-    is_known,
     is_option_of_step,
     with_functions,
 )
 from hpc_ddp.submission.job_script.secrets import MARK, is_secret, looks_secret
-from hpc_ddp.submission.job_script.shell import OF_A_JOB, Word
 from hpc_ddp.submission.job_script.statements import Reader
-from hpc_ddp.submission.job_script.syntax import names_in
 
 PRINTS = re.compile(r"(echo|printf|date|env|printenv|set|hostname|nvidia-smi|module list|which)\b")
 _BRINGS = re.compile(r"\s*(module|ml|source|\.|conda|spack|eval)\s")
@@ -51,9 +50,6 @@ _IN_BOTH = re.compile(r"(cd|set|unset|export|ulimit|umask|echo|printf|date|hostn
 _BESIDE = "it runs beside the launch: setup with & at its end, or in the program"
 _OUTSIDE = "a task runs it before it enters the container: setup, or worker-setup inside of it"
 _OF_LINES = {"setup", "node-setup", "worker-setup", "teardown"}
-
-# A job has these variables from the login; an assignment to one is exported without `export`.
-_OF_A_LOGIN = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "MANPATH", "HOME", "TMPDIR", "LANG")
 
 
 class Fate(NamedTuple):
@@ -82,10 +78,6 @@ class Sorter:
         self.result, self._start, self._name = result, start, name
         self.launch, self._at = launch, at
         self._statements, self._of_nodes = reader.statements, reader.of_nodes
-        exported = {*_OF_A_LOGIN}
-        for statement in self._statements:  # bash goes on to export a name
-            statement.exported |= statement.name in exported
-            exported |= {statement.name} if statement.exported else set()
         # Assignments of the batch script, and names of those in tasks, and of command lines.
         self._assigned = {s.name: s for s in self._statements if s.name and not s.inside}
         self._inner = {s.name for s in self._statements if s.name and s.inside}
@@ -205,6 +197,8 @@ class Sorter:
             return "of a launch that is not taken over: setup, if needed"
         if statement.defines:
             return ""
+        if training and is_after and (reason := self._outer_reason(statement, training)):
+            return reason
         reason = self._reason(REFUSED, statement, is_after)
         may_launch = _STEP.match(text) or re.match(STARTS_PYTHON, text, re.S)
         if may_launch and not (self.launch or reason):
@@ -217,6 +211,21 @@ class Sorter:
         is_outside = self.launch and self.launch.enters_container and index < self._at
         is_outside = is_outside and statement.inside and not statement.name
         return reason or (_OUTSIDE if is_outside and not _IN_BOTH.match(text) else "")
+
+    def _outer_reason(self, statement: Statement, training: Statement) -> str:
+        """Return why a statement behind the child shell of the `training` can't be a clean-up line:
+        it needs a name that the shell sets, or a path where the shell has changed the folder. ''
+        without a reason; a task's shell changes nothing for these lines."""
+        depth = len(statement.shells)
+        if len(training.shells) <= depth:
+            return ""
+        shell = training.shells[depth]
+        inner = [s for s in self._statements if shell in s.shells and not s.inside]
+        if names := {n for s in inner for n in (s.name, s.defines, *s.sets)} & statement.names:
+            return f"the shell around the launch sets another {min(names)}: teardown, if needed"
+        is_moved = any(s.first in ("cd", "pushd") for s in inner)
+        is_of_folder = is_moved and RELATIVE.search(statement.text)
+        return "the launch has another folder: teardown, if needed" if is_of_folder else ""
 
     def _sort(self, statement: Statement, index: int) -> Fate:
         """Put a statement's ``chdir`` and variables into the conversion, and return what becomes of
@@ -332,6 +341,7 @@ class Sorter:
         self._in_launch |= statement.names if name in self._in_launch else set()
         is_used = (statement.exported and not is_only_there) or name in self._needed
         if is_secret(name, content) or content.startswith("<"):
+            self.result.secrets[name] = content
             if is_used:
                 self.result.append("env-names", name, statement.lines[0])
             return Fate(LOST, MARK.format(name))

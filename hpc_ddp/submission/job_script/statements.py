@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -11,12 +10,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hpc_ddp.core.job.variables import is_of_hpc_ddp
-from hpc_ddp.submission.job_script import shell, syntax
+from hpc_ddp.submission.job_script.bash import syntax
+from hpc_ddp.submission.job_script.bash.scope import Scope
+from hpc_ddp.submission.job_script.bash.syntax import Node, commands_of, set_in, source
+from hpc_ddp.submission.job_script.bash.words import Part, Word
 from hpc_ddp.submission.job_script.conversion import LOST, OURS, TAKEN, VERDICT, Mark
 from hpc_ddp.submission.job_script.launch import Launch, Statement, inner_text
 from hpc_ddp.submission.job_script.launchers import read_launch
-from hpc_ddp.submission.job_script.shell import Part, Scope, Word
-from hpc_ddp.submission.job_script.syntax import Node, commands_of, set_in, source
 
 _CHOOSES = "a condition that only the job knows chooses a launch"
 _OF_ARGUMENTS = "it uses the job script's own arguments"
@@ -47,9 +47,10 @@ class Reader:
         self.resolved: dict[int, Mark] = {}
         self.of_nodes: set[str] = set()
         self.of_batch: set[str] = set()
-        self._functions: dict[str, tuple[Node, Statement]] = {}
+        self._functions: dict[str, tuple[Node, Statement, _Place]] = {}
         self._place = _Place()
         self._exports_all = False
+        self.child_shells: list[Statement] = []  # each as one statement, by its number
         self._shells: tuple[int, ...] = ()  # the child shells that are being read
 
     def read(self, text: str) -> None:
@@ -63,7 +64,7 @@ class Reader:
         kind = node.type
         is_block = kind in ("compound_statement", "subshell") and self._has_launch(node)
         if is_block and kind == "subshell":
-            with self._child_shell(self.scope.arguments, self.scope.are_set):
+            with self._child_shell(node, self.scope.arguments, self.scope.are_set):
                 self._walk_children(node)
         elif is_block or kind in ("program", "do_group"):
             self._walk_children(node)
@@ -91,12 +92,20 @@ class Reader:
     _variable_assignments = _walk_children
 
     @contextmanager
-    def _child_shell(self, arguments: Sequence[Word] | None, are_set: bool) -> Iterator[None]:
-        """A context for the statements of a child shell; behind it the scope is as it was."""
+    def _child_shell(
+        self, node: Node, arguments: Sequence[Word] | None, are_set: bool
+    ) -> Iterator[None]:
+        """A context for the statements of a child shell, `node`; then the scope is as before."""
+        text, inside = source(node).strip(), bool(self._place.step)
+        whole = Statement(text, self._at(node), inside=inside, shells=self._shells)
+        self.child_shells.append(whole)
         before = self.scope, self._functions, self._exports_all, self._shells
         self.scope = replace(self.scope, arguments=arguments, are_set=are_set)
         self.scope.values, self.scope.versions = {**before[0].values}, Counter(before[0].versions)
-        self._functions, self._shells = {**self._functions}, (*self._shells, len(self.statements))
+        self._functions, self._shells = (
+            {**self._functions},
+            (*self._shells, len(self.child_shells) - 1),
+        )
         yield
         before[0].is_open |= self.scope.is_open  # for the launch's own variables
         self.scope, self._functions, self._exports_all, self._shells = before
@@ -117,17 +126,8 @@ class Reader:
         statement = Statement(text, at, inside=inside, shells=self._shells, **known_facts)
         if not (statement.name or statement.launch or statement.defines):
             statement.sets = set_in(node)
-            for name in statement.sets | self._set_by_functions(node):
-                self.scope.set(name, None)
-            if re.search(r"\bshift\b|\bset\s+--|\bgetopts\b", text):
-                self.scope.has_none = False
-                if statement.first != "shift":
-                    self.scope.arguments = None  # from here on only the job knows them
-            if syntax.sets_anything(text):
-                self.scope.is_open = True
-            before = r"[\s;&\"'(]" if statement.first == "eval" else r"[\s;&]"
-            if statement.first != "cd" and re.search(rf"(^|{before})(cd|pushd|popd)\b", text):
-                self.scope.set("PWD", None)
+            names = statement.sets | self._set_by_functions(node)
+            self.scope.forget_changes(text, statement.first, names)
         is_plain = not (statement.launch or statement.defines or self.scope.are_set)
         if is_plain and syntax.uses_arguments(text, is_without=self.scope.has_none):
             if self.scope.arguments is None:
@@ -186,7 +186,7 @@ class Reader:
             self._shift(words, node)
             return
         if first == "cd":
-            self._change_folder(words)
+            self.scope.change_folder(words)
         if first == "set" and re.search(r"\s-\w*a|allexport", source(node)):
             self._exports_all = True
         launch = read_launch(words, self.scope, self._place.step)
@@ -219,24 +219,18 @@ class Reader:
             self._add(node, words=words)
         self._resolve(node, "the arguments of a function")
 
-    def _change_folder(self, words: list[Word]) -> None:
-        """Set PWD to the folder of a ``cd`` of `words`; to None where only the job knows it."""
-        way = [self.scope.values.get("PWD"), *words[1:]]
-        texts = [w.text for w in way if isinstance(w, Word) and w.is_static]
-        path = os.path.normpath(os.path.join(*texts)) if len(texts) == 2 else ""
-        self.scope.set("PWD", shell.literal(path) if path else None)
-
     def _read_inner(self, outer: Launch, node: Node, output: str) -> None:
         """Append the statements in the text of the ``bash -c`` of `outer`; their launches get what
         `outer` says (see `Launch.take_from`)."""
         assert outer.inner is not None
-        count, word = len(self.statements), self._name_outer_code(outer.inner, node)
+        word, before = self._name_outer_code(outer.inner, node), [*self.statements]
         self.of_batch |= {*word.names}
         step = outer.step or self._place.step
-        with self._child_shell(outer.args, False):
+        with self._child_shell(node, outer.args, False):
             self._read_text(inner_text(word), node, step, outer.inner.line)
         self._resolve(node, "the launch")
-        for statement in self.statements[count:]:
+        earlier = set(map(id, before))
+        for statement in (s for s in self.statements if id(s) not in earlier):
             statement.outer = outer if statement.inside else None
             if statement.launch is not None:
                 statement.launch.take_from(outer)
@@ -274,7 +268,7 @@ class Reader:
         """Return the names that may be set by the functions which a block calls."""
         called = {source(command.child_by_field_name("name")) for command in commands_of(node)}
         functions = (self._functions[name] for name in called & self._functions.keys())
-        return {name for _, statement in functions for name in statement.sets}
+        return {name for _, statement, _ in functions for name in statement.sets}
 
     def _has_launch(
         self, part: Node | str, step: str = "", arguments: Sequence[Word] | None = None
@@ -312,7 +306,7 @@ class Reader:
             else:
                 reason = f"`{source(last):.30}` asks how the launch ended: see hpc-ddp's verdict"
                 self._add(last, lost=reason)
-        elif commands and node.type == "redirected_statement" and first.type != "command":
+        elif commands and syntax.redirected(first).type != "command" and self._has_launch(first):
             self._walk(first)  # a block
         elif commands:
             self._command(commands[0], syntax.target_of(node), node)
@@ -326,15 +320,20 @@ class Reader:
     def _call(self, name: str, words: list[Word], node: Node) -> None:
         """Append the statements of a function's body where it is called with `words`, and remove
         the statement of its definition."""
-        definition, statement = self._functions.pop(name)  # it may call itself
-        self._resolve(definition, f"the function {name}, read where it is called")
+        definition, statement, place = self._functions.pop(name)  # it may call itself
+        before = self.scope.arguments, self.scope.are_set, self._place
         self._resolve(node, f"calls {name}")
-        self.statements = [s for s in self.statements if s is not statement]
-        before = self.scope.arguments, self.scope.are_set
+        self._place = replace(self._place, lines=place.lines, shift=place.shift)
+        self._resolve(definition, f"the function {name}, read where it is called")
+        exports = rf"(export|declare)\s+-\w*f\s+{name}\s*"
+        gone = [s for s in self.statements if s is statement or re.fullmatch(exports, s.text)]
+        for one in gone:
+            self.resolved.setdefault(one.lines[0], (OURS, f"{name} is read where it is called"))
+        self.statements = [s for s in self.statements if all(s is not one for one in gone)]
         self.scope.arguments, self.scope.are_set = words, False
         self._walk(definition.child_by_field_name("body"))
-        self.scope.arguments, self.scope.are_set = before
-        self._functions[name] = definition, statement
+        self.scope.arguments, self.scope.are_set, self._place = before
+        self._functions[name] = definition, statement, place
 
     def _resolve(self, node: Node, text: str, group: str = TAKEN) -> None:
         """Note group and reason, in `resolved`, for those lines of a node that have none there."""
@@ -345,7 +344,7 @@ class Reader:
     def _function_definition(self, node: Node) -> None:
         name = source(node.child_by_field_name("name"))
         sets = set_in(node) | self._set_by_functions(node)
-        self._functions[name] = node, self._add(node, defines=name, sets=sets)
+        self._functions[name] = node, self._add(node, defines=name, sets=sets), self._place
 
     def _if_statement(self, node: Node) -> None:
         """If the condition has the launch, and the branches only print or exit, append the

@@ -38,7 +38,32 @@ def of_text(*lines: str) -> Conversion:
         (("LR=1", 'srun bash -c "LR=3; python prep.py"', "srun torchrun train.py $LR"),
          {"args": ["1"]}),
         (("(cd sub; srun -n1 python prep.py)", TRAIN), {"chdir": None, "script": "train.py"}),
-        (('bash -c "export A=8; python prep.py"', TRAIN), {"env": None, "setup": None}),
+        (('bash -c "export A=8; python prep.py"', TRAIN),
+         {"env": None, "setup": ['bash -c "export A=8; python prep.py"']}),
+        (("A=$(x)", "(A=3; srun -n1 python prep.py $A)", "mkdir $A", f"{TRAIN} --a $A"),
+         {"setup": ["A=$(x)", "(A=3; srun -n1 python prep.py $A)", "mkdir $A",
+                    "ARGUMENTS_1=(${A})"]}),
+        (("go() { (export A=1; srun -N2 python train.py); }", "main() { go; }",
+          "(cd data; srun -N1 -n1 python prep.py)", "main"),
+         {"chdir": None, "setup": ["(cd data; srun -N1 -n1 python prep.py)"], "env": {"A": "1"}}),
+        # Lines in a block whose output goes to a file.
+        (("{", "module load x", "export A=1", TRAIN, "} 2>&1 | tee log"),
+         {"setup": ["module load x"], "env": {"A": "1"}}),
+        (('eval "$(cd /opt/spack && bin/spack load --sh gcc)"', TRAIN), {"script": "train.py"}),
+        # A function that the text of a task calls.
+        (("run() { torchrun a.py; }", "export -f run", "srun --container-image=a.sqsh bash -c run"),
+         {"script": "a.py", "image": "a.sqsh", "setup": None}),
+        # Words that bash makes others of.
+        (("for s in {1,2}; do", f"{TRAIN} --seed $s", "done"), {"script": None}),
+        ((f"{TRAIN} --x {{1,2}} c/[ab].yaml layers=[1,2] '{{1,2}}'",),
+         {"args": ["--x", "${ARGUMENTS_1[@]}", "${ARGUMENTS_2[@]}", "layers=[1,2]", "{1,2}"],
+          "setup": ["ARGUMENTS_1=({1,2})", "ARGUMENTS_2=(c/[ab].yaml)"]}),
+        (("#SBATCH --gres=gpu:4", "srun torchrun a.py"), {"nproc-per-node": 1}),
+        # Two secrets of one name, and one that is used twice.
+        (("export API_KEY=a1b2c3d4", f"{TRAIN} --api-key z9y8x7w6"),
+         {"env-names": ["API_KEY", "API_KEY_2"], "args": ["--api-key", "$API_KEY_2"]}),
+        (("export API_KEY=a1b2c3d4", f"{TRAIN} --api-key $API_KEY"),
+         {"env-names": ["API_KEY"], "args": ["--api-key", "$API_KEY"]}),
         (("(cd sub; A=3; srun python train.py $A)",), {"chdir": "sub", "args": ["3"]}),
         (('eval "cd sub"', TRAIN), {"script": "python", "args": ["train.py"]}),
         # A launcher or a Python without a program starts nothing.
@@ -349,7 +374,7 @@ def test_words_of_real_scripts(lines: tuple[str, ...], expected: dict[str, Any])
         (("srun shifter python train.py",), 3, LOST, "image is not named"),
         (("N=$(date)", "srun -n $N python train.py"), 4, LOST, "srun --ntasks: only the job knows"),
         (("f() { echo $1; srun torchrun a.py; }", "f b"), 3, LOST, "arguments of its function"),
-        (('srun -N1 bash -c "make; python a.py"', TRAIN), 3, LOST, "a launch that is not taken"),
+        (('srun -N1 bash -c "make; python a.py"', TRAIN), 3, TAKEN, "setup"),
         (
             ("srun -N1 -n1 -w a python train.py",),
             3,
@@ -456,6 +481,9 @@ def test_words_of_real_scripts(lines: tuple[str, ...], expected: dict[str, Any])
                 "sbatch my-job.sh",
             )
         ),
+        (("X=1", f"(X=2; cd src; {TRAIN})", "cp a $X"), 5, LOST, "sets another X: teardown"),
+        (("X=1", f"(X=2; cd src; {TRAIN})", "cp a b/c"), 5, LOST, "the launch has another folder"),
+        (("X=1", f"(X=2; cd src; {TRAIN})", "cp /a /b"), 5, TAKEN, "teardown"),
         (("sub() { sbatch $0; }", TRAIN, "sub"), 5, OURS, "requeued until it has finished"),
         (("sub() { sbatch $0; }", TRAIN, "if x; then sub; fi"), 5, OURS, "requeued until"),
         (("sub() { sbatch a.sh; }", TRAIN, "sub"), 5, LOST, "submits another job"),

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from hpc_ddp.core.errors import UsageError
 
 if TYPE_CHECKING:
-    from hpc_ddp.submission.job_script.shell import Scope, Value, Word
+    from hpc_ddp.submission.job_script.bash.scope import Scope, Value
+    from hpc_ddp.submission.job_script.bash.words import Word
 
 Node = Any  # a tree_sitter.Node: the package is optional
 Branch = tuple[list[Node], list[Node]]  # the commands of its condition, and its lines
@@ -275,6 +276,18 @@ def names_needed(text: str, name: str) -> set[str]:
     return names if uses_name else names - {name}
 
 
+def is_pattern(node: Node) -> bool:
+    """Return whether bash makes other words of an unquoted one: names of files, as of ``*.py``, or
+    those that ``{a,b}`` stands for."""
+    if node.type not in ("word", "concatenation"):
+        return False
+    text = re.sub(r"'[^']*'|\"(\\.|[^\"\\])*\"|\$\{[^}]*\}", "", source(node))
+    is_of_files = not node.named_children and re.search(r"(?<!\\)[*?]", text)
+    # Not the list of an argument, as Hydra's layers=[1,2].
+    is_of_files = is_of_files or re.search(r"(?<![\\=])\[[^],\s]+\]", text)
+    return bool(is_of_files or re.search(r"(?<![$\\])\{[^{}\s]*(,|\.\.)[^{}\s]*\}", text))
+
+
 def names_in(code: str) -> list[str]:
     """Return the variables that some code mentions, also those of arithmetic: of ``$A $((B+1))``
     they are A and B."""
@@ -304,6 +317,13 @@ def _length(array: Value) -> str:
     if len(array) == 1 and _LISTS_NODES.fullmatch(array[0].text):
         return "$SLURM_NNODES"
     return str(len(array)) if all(word.is_static for word in array) else ""
+
+
+def redirected(node: Node) -> Node:
+    """Return the command or block whose output a node redirects, else the node itself."""
+    while node.type == "redirected_statement":
+        node = node.named_children[0]
+    return node
 
 
 def target_of(node: Node) -> str:

@@ -1,134 +1,37 @@
-"""Bash, as far as a job script can be understood without running it: words and variables.
+"""The variables of a script at one point, and the words that its nodes stand for there.
 
-A word is a sequence of parts: text that is known, and code (``$NAME``, ``$(…)``, arithmetic …) that
-stays as it is, for bash in the job. tree-sitter parses; decision 018 has the reasons.
+tree-sitter parses; decision 018 has the reasons.
 """
 
 from __future__ import annotations
 
 import os
 import re
-import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from hpc_ddp.core.job.variables import OF_A_RANK
-from hpc_ddp.submission.job_script.syntax import Node, names_in, source, with_counts
+from hpc_ddp.submission.job_script.bash.syntax import (
+    Node,
+    is_pattern,
+    names_in,
+    sets_anything,
+    source,
+    with_counts,
+)
+from hpc_ddp.submission.job_script.bash.words import Part, Word, literal, split_words
 
-_NAME = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\})")
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?:(:?[-=])(.*))?\})", re.S)
 _ARRAY = re.compile(r"\$\{(\w+)\[[@*]\]\}")
 # A job, or each of its workers, has these whatever its script does.
 OF_A_JOB = re.compile(
     rf"SLURM\w*|HOME|USER|LOGNAME|TMPDIR|HOSTNAME|CUDA_VISIBLE_DEVICES|{OF_A_RANK}"
 )
-# One word each, also without quotes: arithmetic, and variables of Slurm and of each login.
-_ONE_WORD = re.compile(
-    r"\$\(\(.*\)\)|\$\{?(SLURM_\w+|HOME|USER|TMPDIR|HOSTNAME|\w*RANK|WORLD_SIZE|MASTER_\w+)\}?",
-    re.S,
-)
-
-
-@dataclass(frozen=True)
-class Part:
-    """A part of a word: text, or code. `splits` says that the shell splits it at blanks, outside of
-    quotes; `version` is how often the code's variables had been assigned to when it was read."""
-
-    text: str
-    is_code: bool = False
-    splits: bool = False
-    version: int = 0
-
-    @property
-    def name(self) -> str:
-        """The variable whose value the code is; '' for text and for other code."""
-        match = _NAME.fullmatch(self.text) if self.is_code else None
-        return (match[1] or match[2]) if match else ""
-
-
-@dataclass(frozen=True)
-class Word:
-    """A word of a command, and the line of the script that it stands in."""
-
-    parts: tuple[Part, ...]
-    line: int = 0
-
-    @property
-    def text(self) -> str:
-        """The word as an argument of hpc-ddp: variables as ``$NAME``, or ``${NAME}`` before a
-        letter, digit or ``[``; ends of lines behind a backslash are left out."""
-        texts = []
-        for part, after in zip(self.parts, [*self.parts[1:], Part("")], strict=False):
-            is_joined = not after.is_code and re.match(r"\w|\[", after.text)
-            name = f"${{{part.name}}}" if is_joined else f"${part.name}"
-            texts.append(name if part.name else part.text)
-        return "".join(texts).replace("\\\n", "")
-
-    @property
-    def script(self) -> str:
-        """The word as the text that ``bash -c`` gets: with all its lines, and no quotes."""
-        return "".join(f"${{{p.name}}}" if p.name else p.text for p in self.parts)
-
-    @property
-    def is_static(self) -> bool:
-        return not any(part.is_code for part in self.parts)
-
-    @property
-    def code(self) -> list[Part]:
-        """The parts that are code."""
-        return [part for part in self.parts if part.is_code]
-
-    @property
-    def is_one(self) -> bool:
-        """Whether the word has no code but names of variables, and is one word for all their
-        values."""
-        return all(p.name and (not p.splits or _ONE_WORD.fullmatch(p.text)) for p in self.code)
-
-    @property
-    def names(self) -> list[str]:
-        """The variables that the word's code mentions."""
-        return [name for part in self.code for name in names_in(part.text)]
-
-    def bash(self, is_read_twice: bool = False) -> str:
-        """Return the word, quoted for a line of bash; with `is_read_twice` for a line that stands
-        in double quotes and that ``eval`` reads."""
-        texts, mark = [], '\\"' if is_read_twice else '"'
-        for part in self.parts:
-            code = f"${{{part.name}}}" if part.name else part.text
-            text = shlex.quote(part.text) if part.text else ""
-            text = re.sub(r'([\\"$`])', r"\\\1", text) if is_read_twice else text
-            quoted = code if part.splits else f"{mark}{code}{mark}"
-            texts.append(quoted if part.is_code else text)
-        return "".join(texts) or "''"
-
-    def after(self, count: int) -> Word:
-        """Return the word without its first `count` characters, which are texts, and no code."""
-        parts, remaining = [], count
-        for part in self.parts:
-            if len(part.text) > remaining:
-                parts.append(replace(part, text=part.text[remaining:]))
-            remaining = max(0, remaining - len(part.text))
-        return replace(self, parts=tuple(parts))
-
-
 # Bash's own variables that have another value each time.
 _CHANGES = re.compile(r"S?RANDOM|SECONDS|LINENO|BASHPID|EPOCH(REAL)?SECONDS")
 # A variable's: a word, those of an array, or None for what only the job knows.
 Value = Word | list[Word] | None
-
-
-def literal(text: str, line: int = 0) -> Word:
-    """Return a word of known text."""
-    return Word((Part(text),), line)
-
-
-def joined(*pieces: str | Word) -> Word:
-    """Return one word that texts and words make, joined without blanks; its line is that of the
-    first word that has one."""
-    words = [piece if isinstance(piece, Word) else literal(piece) for piece in pieces]
-    line = next((word.line for word in words if word.line), 0)
-    return Word(tuple(part for word in words for part in word.parts), line)
 
 
 @dataclass
@@ -163,7 +66,7 @@ class Scope:
             elif re.fullmatch(r'"?\$\{?[@*]\}?"?', text) and self._has_all():
                 result += self.arguments or ()
             else:
-                words = _split(Word(tuple(self._parts(node, False)), at))
+                words = split_words(Word(tuple(self._parts(node, False)), at))
                 is_empty = not words and node.type in ("string", "raw_string")
                 result += [literal("", at)] if is_empty else words
         return result
@@ -206,6 +109,28 @@ class Scope:
         self.values[name] = assigned
         self.versions[name] += 1
 
+    def forget_changes(self, text: str, first: str, names: Iterable[str]) -> None:
+        """Forget what a command may change, by its `text` and its `first` word: the variables
+        `names`, the script's arguments, and the folder."""
+        for name in names:
+            self.set(name, None)
+        if re.search(r"\bshift\b|\bset\s+--|\bgetopts\b", text):
+            self.has_none = False
+            if first != "shift":
+                self.arguments = None  # from here on only the job knows them
+        if sets_anything(text):
+            self.is_open = True
+        before = r"[\s;&\"']" if first == "eval" else r"[\s;&]"
+        if first != "cd" and re.search(rf"(^|{before})(cd|pushd|popd)\b", text):
+            self.set("PWD", None)
+
+    def change_folder(self, words: Sequence[Word]) -> None:
+        """Set PWD to the folder of a ``cd`` of `words`; to None where only the job knows it."""
+        way = [self.values.get("PWD"), *words[1:]]
+        texts = [w.text for w in way if isinstance(w, Word) and w.is_static]
+        path = os.path.normpath(os.path.join(*texts)) if len(texts) == 2 else ""
+        self.set("PWD", literal(path) if path else None)
+
     def is_stale(self, word: Word) -> bool:
         """Return whether a variable of a word has been set again since the word was read."""
         return any(part.version < self._version(part.text) for part in word.code)
@@ -222,12 +147,11 @@ class Scope:
         `_expanded` yields; anything else, as a pattern of files, is code."""
         text, kind = source(node), node.type
         is_leaf = not node.named_children
-        if is_leaf and kind in ("word", "number", "variable_name", "command_name"):
-            if re.search(r"(?<!\\)[*?]", text) and not is_quoted:  # files' names
-                yield self._code_part(text, False)
-            else:
-                home = os.path.expanduser(text) if re.match(r"~(/|$)", text) else text
-                yield Part(re.sub(r"\\(.)", r"\1", home.replace("\\\n", "")))
+        if not is_quoted and is_pattern(node):
+            yield self._code_part(text, False)
+        elif is_leaf and kind in ("word", "number", "variable_name", "command_name"):
+            home = os.path.expanduser(text) if re.match(r"~(/|$)", text) else text
+            yield Part(re.sub(r"\\(.)", r"\1", home.replace("\\\n", "")))
         elif kind == "raw_string":
             yield Part(text[1:-1])
         elif kind == "ansi_c_string" and not re.search(r"\\[^nt]", text):
@@ -375,25 +299,18 @@ def _literal(node: Node, start: int, end: int, is_quoted: bool) -> Iterator[Part
         yield Part(text)
 
 
-def _split(word: Word) -> list[Word]:
-    """Return the words that the shell makes of one by splitting at blanks."""
-    parts = [part for part in word.parts if part.is_code or not part.splits]
-    if len(parts) == len(word.parts):
-        return [word] if parts else []
-    return separated(word, r"(?:\s|\\\n)+", only_split=True)
+def is_command(assigned: Value) -> bool:
+    """Return whether a value is one text of several words that does not begin with code, as a
+    command line."""
+    if not isinstance(assigned, Word) or not assigned.parts or assigned.parts[0].is_code:
+        return False
+    text = "".join("$" if part.is_code else part.text for part in assigned.parts)
+    return bool(re.search(r"\S\s+\S", text))
 
 
-def separated(word: Word, separator: str, only_split: bool = False) -> list[Word]:
-    """Return the words between the separators in the text of a word; `separator` is a regular
-    expression. With `only_split` only text that the shell splits is searched. Empty words are left
-    out."""
-    groups: list[list[Part]] = [[]]
-    for part in word.parts:
-        if part.is_code or (only_split and not part.splits):
-            groups[-1].append(part)
-            continue
-        for index, piece in enumerate(re.split(separator, part.text)):
-            if index:
-                groups.append([])
-            groups[-1] += [Part(piece)] if piece else []
-    return [Word(tuple(group), word.line) for group in groups if group]
+def is_known(assigned: Value) -> bool:
+    """Return whether a value can be written in place of its variable: it is text and names of
+    variables, or a command line (`is_command`); for an array one word at least is text."""
+    if isinstance(assigned, Word):
+        return is_command(assigned) or all(part.name for part in assigned.code)
+    return assigned is not None and any(word.is_static for word in assigned)
