@@ -283,7 +283,7 @@ def expand_hosts(node_list: str) -> list[str]:
     """Return the names in a host list such as ``node[1-2]``, in order. Raise HpcDdpError where
     Slurm can't expand it, or it names none: each node would train alone."""
     text = _run(["scontrol", "show", "hostnames", node_list]) if node_list else ""
-    if not (names := re.findall(r"^[\w.-]+$", text, re.M)):  # a site's banner has other lines
+    if not (names := slurm_text.host_names(text, node_list)):
         raise HpcDdpError(f"the node list {node_list!r} of this job names no node")
     return names
 

@@ -185,6 +185,13 @@ def parse_job_id(printed: str) -> str | None:
     return next((line for line in reversed(lines) if _JOB_ID.fullmatch(line)), None)
 
 
+def host_names(text: str, node_list: str) -> list[str]:
+    """Return the names that ``scontrol show hostnames`` prints for a host list, in order. Other
+    lines are of a site's banner."""
+    starts = tuple(re.findall(r"[^,[]+", re.sub(r"\[[^]]*\]", "[", node_list)))
+    return [name for name in re.findall(r"^\w[\w.-]*$", text, re.M) if name.startswith(starts)]
+
+
 def parse_job(text: str) -> Job:
     """Return the job that ``scontrol show job`` printed in several lines; a missing field is '',
     None, 0 or False. Fields are looked for at line starts: a job's name, which stands on the first

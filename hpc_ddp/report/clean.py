@@ -47,8 +47,9 @@ RUN_ENTRIES = {
     "stage", "unstaged",
 }
 # fmt: on
-# Its hidden ones, drafts, and what NFS keeps of a deleted file that is open.
-_HIDDEN = re.compile(r"\.(start|before-start.json|lib-earlier|(draft|preflight|nfs).*|.*\.\w{16})")
+# Its hidden ones, drafts, and what a file system keeps of a deleted file that is open.
+_DRAFTS = "draft|preflight|nfs|fuse_hidden|__afs|panfs"
+_HIDDEN = re.compile(rf"\.(start|before-start.json|lib-earlier|({_DRAFTS}).*|.*\.\w{{16}})")
 # A lost run may still work, unknown to this Slurm, so long after its last event.
 SILENT_S = 86400.0
 

@@ -43,7 +43,7 @@ _REQUEUES = (
     r"|(--dependency|-d)\b[^\n;]*\s[\"']?\$\{?(?!SLURM_JOB_?ID)\w)"
 )
 # Texts that a command prints, as one on the script's usage, and comments: no command is in them.
-_PRINTED = re.compile(
+PRINTED_TEXT = re.compile(
     r"\b(echo|printf|log\w*|die|fail|warn|error|usage)\s+(-\w+\s+)*"
     r"(\"(\\.|[^\"\\`$]|\$(?!\())*\"|'[^']*')|\{\w+:?\?[^{}`$]*\}|<<-?\s*[\"']?(?P<end>\w+)[\"']?\n.*?^\s*(?P=end)$|^\s*#.*?$",
     re.S | re.M,
@@ -240,6 +240,6 @@ class ArgumentWriter:
 def first_reason(rules: Rules, text: str, is_after: bool) -> str:
     """Return the reason of the first rule that fits a statement's `text` at its place, behind the
     launch (`is_after`) or before it; '' if none fits."""
-    text = _PRINTED.sub(" ", text) if "sbatch" in text else text
+    text = PRINTED_TEXT.sub(" ", text) if "sbatch" in text else text
     fitting = (rule for rule in rules if re.match(rule[0], text, re.S))
     return next((reason for _, places, reason in fitting if is_after in places), "")

@@ -23,7 +23,7 @@ from hpc_ddp.submission.job_script.directives import (
     take_tasks,
     tasks_of_node,
 )
-from hpc_ddp.submission.job_script.launch import Launch, Statement
+from hpc_ddp.submission.job_script.launch import Launch, Statement, first_load
 from hpc_ddp.submission.job_script.project_file import is_code
 from hpc_ddp.submission.job_script.sorting import PRINTS, Sorter
 from hpc_ddp.submission.job_script.statements import Reader
@@ -42,6 +42,7 @@ _OTHERS = re.compile(
     r"t?csh|fish|python[\d.]*|pypy\d*|perl|ruby|Rscript|julia|node|lua|tclsh|expect|g?awk|php"
 )
 _ON_ERROR = re.compile(r"trap\s.*\sERR\s*$", re.S)
+_OF_GPUS = re.compile("SLURM_GPUS")
 _OF_JOB = re.compile(r"\bSLURM_(JOB_?ID|ARRAY_JOB_ID)\b")
 _DRAWN = re.compile(r"\$\{?S?RANDOM\b|\$\{?\$|[(`]\s*(date|mktemp|uuidgen)\b")
 
@@ -95,6 +96,7 @@ def _note_values(result: Conversion, numbers: Mapping[str, int]) -> None:
     values count the script's tasks (by its `numbers`), where hpc-ddp's job has one task for each
     node; are drawn anew at each start; or have the job's id, by which the next job would not find
     the checkpoints."""
+    _write_numbers(result, numbers)
     has_tasks = (
         tasks_of_node(numbers) > 1 and result.values.get("launcher", ("torchrun",))[0] == "torchrun"
     )
@@ -118,6 +120,28 @@ def _note_values(result: Conversion, numbers: Mapping[str, int]) -> None:
                 "has another value at each start, also where the run goes on: write a fixed one"
             )
             result.note(line, f"{word or '$$'} {reason}")
+
+
+def _write_numbers(result: Conversion, numbers: Mapping[str, int]) -> None:
+    """Write the numbers of the script's tasks and GPUs into ``env``, in place of variables that
+    have other values in hpc-ddp's job, or none. `numbers` are as from `sizes`."""
+    is_torchrun = result.values.get("launcher", ("torchrun",))[0] == "torchrun"
+    changed = _OF_TASKS if is_torchrun and tasks_of_node(numbers) > 1 else _OF_GPUS
+
+    def number_of(match: re.Match[str]) -> str:
+        name = re.sub(r"[${}]", "", match[0])
+        is_other = name in numbers and (changed.fullmatch(name) or _OF_GPUS.fullmatch(name))
+        return str(numbers[name]) if is_other else match[0]
+
+    for name, (text, line) in result.env.items():
+        result.env[name] = re.sub(r"\$\{?\w+\}?", number_of, text), line
+    texts = [text for text, _ in result.env.values()]
+    texts += [text for key in result.lists for text, _ in result.lists[key] if key != "expand"]
+    texts += [str(setting) for setting, _ in result.values.values()]
+    names = {name for text in texts for name in re.findall(r"\$\{?(\w+)", text)}
+    expand = result.lists.pop("expand", [])
+    if used := [entry for entry in expand if entry[0].removesuffix("[@]") in names]:
+        result.lists["expand"] = used
 
 
 def _without_others(text: str, name: str, result: Conversion) -> str:
@@ -189,10 +213,10 @@ def _join_child_shells(reader: Reader, at: int) -> int:
     training, joined = reader.statements[at], list[Statement]()
     with_launch = {n for s in reader.statements if s.launch for n in s.shells}
     for statement in reader.statements:
-        others = [n for n in statement.shells if n not in with_launch]
-        whole = reader.child_shells[others[0]] if others else statement
-        if all(whole is not one for one in joined):
-            joined.append(whole)
+        shells = [n for n in statement.shells if n not in with_launch]
+        line = reader.child_shells[shells[0]] if shells else statement
+        if not joined or joined[-1] is not line:
+            joined.append(line)
     reader.statements = joined
     return next(i for i, statement in enumerate(joined) if statement is training)
 
@@ -269,6 +293,7 @@ def convert(
         if options := re.sub("-login|l", "", shebang[1]):
             result.append("setup", f"set -{options}", 1)
     sorter.take_statements()
+    scope.is_open |= first_load(reader.statements) < len(reader.statements)
     statement = reader.statements[at] if launch else Statement("", (0, 0))
     program.take(statement, result, directives, reader, cwd, folder)
     take_tasks(directives, result, (text, _program_text(result, folder)))

@@ -51,6 +51,7 @@ _SET_BY = {
     "SLURM_NTASKS": "ntasks.*|gpus-per-task",
     "SLURM_NPROCS": "ntasks.*|gpus-per-task",
     "SLURM_GPUS": "gpus",
+    "SLURM_CPUS_PER_TASK": "cpus-per-task",
     "SLURM_GPUS_PER_NODE": "gpus-per-node",
     "SLURM_GPUS_PER_TASK": "gpus-per-task",
     "CUDA_VISIBLE_DEVICES": "gpus.*|gres|tres-per-task|exclusive",
@@ -112,7 +113,11 @@ def read_directives(text: str) -> Directives:
         if not is_first:
             continue
         for name, operand in pairs:
-            if name in result.options:
+            if name == "mail-type" and name in result.options:
+                before, line_before = result.options[name]
+                operand = f"{before},{operand}"  # sbatch adds them
+                result.marks.setdefault(line_before, (TAKEN, f"--mail-type, in line {number}"))
+            elif name in result.options:
                 result.replaced.append(
                     (result.options[name][1], f"line {number} replaces --{name}")
                 )
@@ -240,7 +245,8 @@ def sizes(directives: Directives) -> dict[str, int]:
     if per_node is None:
         per_node = -(-tasks // (nodes or 1)) if tasks else 1
     tasks = tasks or (nodes or 1) * per_node
-    gpus_here = gpus_here or (gpus // nodes if nodes else 0) or of_task * -(-tasks // (nodes or 1))
+    of_all = 0 if "nodes" in options and nodes is None else gpus // (nodes or 1)
+    gpus_here = gpus_here or of_all or of_task * -(-tasks // (nodes or 1))
     numbers = {
         **dict.fromkeys(("SLURM_NNODES", "SLURM_JOB_NUM_NODES"), nodes),
         **dict.fromkeys(("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE"), gpus_here),
@@ -331,6 +337,9 @@ def take_gpus(
     if not (count and (request := _gpu_request(wanted, count))):
         return count
     at = directives.line(*GPUS) or launch.line
+    total, nodes = _read_gpus(wanted, ("gpus",)), numbers.get("SLURM_NNODES", 1)
+    if request[1] == "gpus-per-node" and total % nodes:
+        result.mark(at, at, LOST, f"{total} GPUs on {nodes} nodes: each node has as many")
     result.values["gpus-per-node"] = request[0], at
     if request[1] != "gpus-per-node":
         result.values["gpu-request"] = request[1], at

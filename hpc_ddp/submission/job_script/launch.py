@@ -33,6 +33,7 @@ _OF_SRUN = re.compile(
     r"|WORKING_DIR"
 )
 
+_LOADS = re.compile(r"\s*(module|ml|source|\.|conda|spack|eval)\s")
 _QUOTED = re.compile(r"""'[^']*'|"(?:\\.|[^"\\])*"|\\.""", re.S)
 
 # The variables by which `accelerate launch` passes on its options: accelerate.utils.launch, 1.0.
@@ -315,6 +316,13 @@ class Statement:
             return bool(re.fullmatch(r"\w+=[\"']?\$(\?|\{PIPESTATUS\[0\]\})[\"']?", self.text))
         is_asked = self.names & variables or re.search(r"\$(\?|\{PIPESTATUS)", self.text)
         return bool(is_asked) and syntax.only_reports(syntax.parse(self.text))
+
+
+def first_load(statements: Sequence[Statement]) -> int:
+    """Return the index of the first statement that loads a module, another file or an environment,
+    which may set any variable; the number of statements without one."""
+    loads = (i for i, s in enumerate(statements) if s.words and _LOADS.match(s.text))
+    return next(loads, len(statements))
 
 
 def with_functions(statement: Statement, functions: Mapping[str, Statement]) -> list[Statement]:

@@ -80,7 +80,7 @@ _TORCHRUN = {
     # Of composer and deepspeed, too.
     "|".join(
         [
-            "rdzv-.*|nnode|use-env|world-size|num-nodes|hostfile|stdout|stderr|include",
+            "rdzv-.*|nnode|use-env|world-size|num-nodes|hostfile|stdout|stderr|include|base-rank|verbose",
             *TORCHRUN_SETTLED,
         ]
     ): "ours",

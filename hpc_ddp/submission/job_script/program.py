@@ -382,12 +382,15 @@ def _take_cpus(
     launch: Launch, result: Conversion, directives: Directives, numbers: Mapping[str, int]
 ) -> None:
     """Put the number of CPUs into `result`, from the directives, else from the launch: of a task,
-    or of a node where several tasks of the job become one launcher of workers. The launch's line is
-    lost where both have a number and they differ. `numbers` are as from `sizes`."""
-    if cpus := directives.number("cpus-per-task"):
-        wide = tasks_of_node(numbers) if launch.kind else 1
+    or of a node where several tasks of the job become one launcher of workers, or one program. The
+    launch's line is lost where both have a number and they differ. `numbers` are as from
+    `sizes`."""
+    wide = tasks_of_node(numbers) if launch.kind or not launch.step else 1
+    cpus = directives.number("cpus-per-task") or (wide > 1 and launch.cpus is None)
+    if cpus:
         key = "cpus-per-task" if wide == 1 else "cpus-per-node"
-        result.values[key] = cpus * wide, directives.line("cpus-per-task")
+        at = directives.line("cpus-per-task", "ntasks-per-node", "ntasks")
+        result.values[key] = cpus * wide, at
         if launch.cpus not in (None, cpus):
             text = f"srun --cpus-per-task={launch.cpus} beside {cpus} of the job: cpus-per-task = N"
             result.mark(launch.line, launch.line, LOST, text)

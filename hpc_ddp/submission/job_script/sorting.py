@@ -16,6 +16,7 @@ from hpc_ddp.submission.job_script.conversion import (
     LOST,
     ON_EXIT,
     OURS,
+    PRINTED_TEXT,
     REFUSED,
     RELATIVE,
     STARTS_PYTHON,
@@ -29,6 +30,7 @@ from hpc_ddp.submission.job_script.conversion import (
 from hpc_ddp.submission.job_script.launch import (
     Launch,
     Statement,
+    first_load,
     is_option_of_step,
     with_functions,
 )
@@ -36,14 +38,12 @@ from hpc_ddp.submission.job_script.secrets import MARK, is_secret, looks_secret
 from hpc_ddp.submission.job_script.statements import Reader
 
 PRINTS = re.compile(r"(echo|printf|date|env|printenv|set|hostname|nvidia-smi|module list|which)\b")
-_BRINGS = re.compile(r"\s*(module|ml|source|\.|conda|spack|eval)\s")
 # Variables of bash itself, of hpc-ddp, and those that modules and Conda set.
 _OF_BASH = re.compile(
     r"PWD|OLDPWD|RANDOM|SECONDS|E?UID|BASH|FUNCNAME|LINENO|IFS|PIPESTATUS|OPT|REPLY|SHELL|LANG|LC_"
     r"|EPOCH|ARGUMENTS_|VALUE_|CUDA|CONDA|ROCM|EBROOT|EBVERSION|HPC_DDP"
     r"|((LD_)?(LIBRARY|RUN)_|(CPLUS_|C_)?INCLUDE_|CMAKE_PREFIX_|PKG_CONFIG_|PYTHON|MAN|C|MODULE)?PATH$"
 )
-_OF_PATHS = re.compile(r"(\w*PATH|\w*_(HOME|ROOT|DIR|PREFIX|LIB)|LD_\w+)")
 _STEP = re.compile(r"(?!echo|printf|\w+=).*\b(srun|mpirun|mpiexec|ibrun)\s", re.S)
 # Lines of a task that do the same inside of its container.
 _IN_BOTH = re.compile(r"(cd|set|unset|export|ulimit|umask|echo|printf|date|hostname)\b")
@@ -78,6 +78,7 @@ class Sorter:
         self.result, self._start, self._name = result, start, name
         self.launch, self._at = launch, at
         self._statements, self._of_nodes = reader.statements, reader.of_nodes
+        self._not_set = reader.scope.not_set
         # Assignments of the batch script, and names of those in tasks, and of command lines.
         self._assigned = {s.name: s for s in self._statements if s.name and not s.inside}
         self._inner = {s.name for s in self._statements if s.name and s.inside}
@@ -89,9 +90,7 @@ class Sorter:
         self._needed_after: set[str] = set()  # by clean-up lines, which have a shell of their own
         self._functions_after: list[TextAt] = []  # definitions that these lines need
         self._in_launch: set[str] = set()  # variables whose values stand in the launch
-        brings = (i for i, s in enumerate(self._statements) if s.words and _BRINGS.match(s.text))
-        # The index of the first module, conda or source.
-        self._brought_at = next(brings, len(self._statements))
+        self._brought_at = first_load(self._statements)
 
     def take_statements(self) -> None:
         """Put all statements but the launch into the conversion: set-up and clean-up lines,
@@ -126,15 +125,16 @@ class Sorter:
         texts = [text for key in lists.keys() - {"env-names"} for text in lists[key]]
         used = {name for text in texts for name in (*names_in(text), text.removesuffix("[@]"))}
         outer = [s for s in self._statements if not s.inside and s.launch is None]
-        lines = " ".join(text for key in _OF_LINES & lists.keys() for text in lists[key])
-        code = re.sub(r"(?<!\\)'[^']*'", " ", lines)
+        lines = [text for key in _OF_LINES & lists.keys() for text in lists[key]]
+        code = re.sub(r"(?<!\\)'[^']*'", " ", " ".join(lines))
         names = {*re.findall(r"\$\{?([A-Za-z_]\w*)", code), *lists.get("expand", ())}
         is_set, of_itself = {*lists.get("env-names", ())}, set()
         for statement in self._statements:  # one that only adds to a value needs that
             if statement.name not in is_set and statement.name in names_in(statement.text):
                 of_itself.add(statement.name)
             is_set |= {statement.name, *statement.sets}
-        names -= (is_set | self._kept | {*re.findall(r"\b(\w+)=", lines)}) - of_itself
+        commands = PRINTED_TEXT.sub(" ", "\n".join(lines))
+        names -= (is_set | self._kept | {*re.findall(r"\b(\w+)=", commands)}) - of_itself
         names = {n for n in names if not OF_A_JOB.fullmatch(n) and not _OF_BASH.match(n)}
         for name in sorted(names & environ.keys()):
             self.result.append("env-names", name, 0)
@@ -316,9 +316,8 @@ class Sorter:
             return ""
         word = statement.words[1]
         text = re.sub(r"^\$\{?HOME\}?", "~", word.text)
-        if any(RELATIVE.search(s.text) for s in before[:index] if not s.name) and (
-            text != self._start
-        ):
+        is_relative = any(RELATIVE.search(s.text) for s in before[:index] if not s.name)
+        if is_relative and text != self._start:
             return ""
         return text if "$" not in text and (word.is_static or text[:1] == "~") else ""
 
@@ -346,8 +345,8 @@ class Sorter:
                 self.result.append("env-names", name, statement.lines[0])
             return Fate(LOST, MARK.format(name))
         if statement.exported and is_option_of_step(name):
-            if name.endswith("CPUS_PER_TASK"):
-                return Fate(OURS, "the step has the job's CPUs")
+            if name.endswith("CPUS_PER_TASK") or (name, content) == ("SLURM_EXPORT_ENV", "ALL"):
+                return Fate(OURS, "the step has the job's CPUs, and its variables")
             text = f"{name} would change hpc-ddp's step: an option of srun in its place"
             return Fate(LOST, text)
         if is_of_hpc_ddp(name) and (name not in self._needed or statement.inside):
@@ -388,13 +387,14 @@ class Sorter:
     def _is_for_env(self, statement: Statement, index: int) -> bool:
         """Return whether an assignment can stand in ``[env]``, which is set before the set-up lines
         run: the batch script exports it, only variables of every job are in its value, its name is
-        in no line before, and it is no secret, and no path behind a line that brings software."""
+        none of hpc-ddp's and in no line before, no such line loads what may set it, and it is no
+        secret."""
         assigned, name = statement.assigned, statement.name
-        is_brought = index > self._brought_at and _OF_PATHS.fullmatch(name)
         is_earlier = any(name in {s.name, *s.names, *s.sets} for s in self._statements[:index])
-        is_ready = statement.exported and not (statement.inside or is_brought or is_earlier)
-        is_ready = is_ready and not is_of_hpc_ddp(name)  # whose value no worker gets
+        is_late = is_earlier or index > self._brought_at or is_of_hpc_ddp(name)
+        is_ready = statement.exported and not (statement.inside or is_late)
+        is_ready = is_ready and not any(map(is_of_worker, statement.names))
         return bool(is_ready and isinstance(assigned, Word) and not is_secret(name)) and all(
-            OF_A_JOB.fullmatch(n) and n not in {name, *self._assigned} and not is_of_worker(n)
+            OF_A_JOB.fullmatch(n) and n not in {name, *self._assigned, *self._not_set}
             for n in (part.name for part in assigned.code)  # type: ignore[union-attr]
         )

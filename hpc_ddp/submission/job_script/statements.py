@@ -13,7 +13,7 @@ from hpc_ddp.core.job.variables import is_of_hpc_ddp
 from hpc_ddp.submission.job_script.bash import syntax
 from hpc_ddp.submission.job_script.bash.scope import Scope
 from hpc_ddp.submission.job_script.bash.syntax import Node, commands_of, set_in, source
-from hpc_ddp.submission.job_script.bash.words import Part, Word
+from hpc_ddp.submission.job_script.bash.words import Part, Word, literal
 from hpc_ddp.submission.job_script.conversion import LOST, OURS, TAKEN, VERDICT, Mark
 from hpc_ddp.submission.job_script.launch import Launch, Statement, inner_text
 from hpc_ddp.submission.job_script.launchers import read_launch
@@ -97,8 +97,8 @@ class Reader:
     ) -> Iterator[None]:
         """A context for the statements of a child shell, `node`; then the scope is as before."""
         text, inside = source(node).strip(), bool(self._place.step)
-        whole = Statement(text, self._at(node), inside=inside, shells=self._shells)
-        self.child_shells.append(whole)
+        shell = Statement(text, self._at(node), inside=inside, shells=self._shells)
+        self.child_shells.append(shell)
         before = self.scope, self._functions, self._exports_all, self._shells
         self.scope = replace(self.scope, arguments=arguments, are_set=are_set)
         self.scope.values, self.scope.versions = {**before[0].values}, Counter(before[0].versions)
@@ -198,6 +198,8 @@ class Reader:
             launch.env[source(child.child_by_field_name("name"))] = replace(assigned, line=at)
         if syntax.reads_input(around or node, node):
             launch.mark(at, LOST, "its standard input: the program has none")
+        if any(map(self.scope.is_stale, (*launch.words, launch.inner or literal("")))):
+            launch.mark(at, LOST, "a variable in it was set anew before it is used")
         if launch.inner is not None and self._has_launch(inner_text(launch.inner), launch.step):
             self._read_inner(launch, node, output)
         elif not launch.weight or launch.inner is not None:
@@ -205,8 +207,6 @@ class Reader:
             lost = _OF_ARGUMENTS if is_of_arguments or not (words or before) else ""
             self._add(around or node, words=words, output=output, lost=lost)
         else:
-            if any(self.scope.is_stale(word) for word in launch.words):
-                launch.mark(at, LOST, "a variable in it was set anew before it is used")
             self._add(around or node, words=words, launch=launch, output=output)
 
     def _shift(self, words: list[Word], node: Node) -> None:
@@ -245,8 +245,8 @@ class Reader:
             if part.is_code and (not part.name or is_ours):
                 count = sum(name.startswith("VALUE_") for name in self.scope.values)
                 name = f"VALUE_{count + 1}"
-                is_number = part.text.startswith("$((")
-                self.scope.set(name, Word((part,)) if is_number else None)
+                content = Word((part,)) if part.text.startswith("$((") else None
+                self.scope.set(name, self.scope.values[part.name] if is_ours else content)
                 text, place = f'{name}="{part.text}"', self._place
                 self._place = replace(place, step="")
                 statement = self._add(node, text, name=name, of_script=False)
@@ -326,10 +326,10 @@ class Reader:
         self._place = replace(self._place, lines=place.lines, shift=place.shift)
         self._resolve(definition, f"the function {name}, read where it is called")
         exports = rf"(export|declare)\s+-\w*f\s+{name}\s*"
-        gone = [s for s in self.statements if s is statement or re.fullmatch(exports, s.text)]
-        for one in gone:
+        removed = [s for s in self.statements if s is statement or re.fullmatch(exports, s.text)]
+        for one in removed:
             self.resolved.setdefault(one.lines[0], (OURS, f"{name} is read where it is called"))
-        self.statements = [s for s in self.statements if all(s is not one for one in gone)]
+        self.statements = [s for s in self.statements if all(s is not one for one in removed)]
         self.scope.arguments, self.scope.are_set = words, False
         self._walk(definition.child_by_field_name("body"))
         self.scope.arguments, self.scope.are_set, self._place = before

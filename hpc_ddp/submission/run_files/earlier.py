@@ -25,7 +25,10 @@ from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.live_jobs import describe_work, read_queue
 from hpc_ddp.submission.run_files.start_claim import claim_start, release_start
 
-FIELDS = {"time", "attempts", "files", "first_attempts", "code", "aside"}  # of the note
+FIELDS = {  # of the note, with their types
+    "time": float, "attempts": int, "files": dict, "first_attempts": dict,
+    "code": list, "aside": list,
+}  # fmt: skip
 
 
 def note_earlier(run: RunFolder) -> None:
@@ -59,7 +62,7 @@ def _changed_files(run: RunFolder) -> list[Path]:
 def _read_note(run: RunFolder) -> dict[str, Any]:
     """Return the note of a run; {} without one, and for one that is damaged, which stderr says."""
     note = read_json(run.start_note)
-    if note and not note.keys() >= FIELDS:
+    if note and not all(isinstance(note.get(key), kind) for key, kind in FIELDS.items()):
         say(f"warning: {run.start_note} is damaged: what a refused start has changed stays")
         return {}
     return note

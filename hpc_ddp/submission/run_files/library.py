@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -51,6 +52,7 @@ def close_code(tree: Path) -> None:
     and members of the group could put code of theirs there. Raise OSError where that fails."""
     for folder in {path.parent for path in tree.rglob("*.py")}:
         cache = folder / "__pycache__"
-        cache.mkdir(exist_ok=True)
-        set_folder_mode(cache, 0o755)
+        with suppress(PermissionError):  # a folder that is closed to Python as well
+            cache.mkdir(exist_ok=True)
+            set_folder_mode(cache, 0o755)
     close_to_others(tree)

@@ -232,7 +232,7 @@ def _content_of(
             " run.track: other optimizers",
             hint="model = run.fully_shard(model), and the optimizer inside, shard its state, too",
         )
-    content: Any = plain.state_dict()
+    content: Any = trained.state_of(plain)
     if isinstance(plain, Optimizer):
         state.trained.update(optimizer_state.like_parameters(name, plain, labels, untracked))
         content = optimizer_state.by_label(plain, content, labels, untracked)

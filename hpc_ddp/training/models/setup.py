@@ -325,8 +325,7 @@ class ModelSetup(Worker):
 
     def _check_tracked(self, objects: Mapping[str, Any]) -> None:
         """Raise as `check_models` and `check_copies` do; warn as `warn_of_stateless` does."""
-        left_out = tracked.check_models(objects, self._wrapped, self._dims.pp > 1)
-        self._manager.trained.left_out = left_out
+        tracked.check_models(objects, self._wrapped, self._dims.pp > 1)
         tracked.warn_of_stateless(objects, self._say)
         tracked.check_copies(objects.values(), self._wrapped, self._dims)
 

@@ -21,7 +21,7 @@ from hpc_ddp.training.checkpoint.optimizer_state import params_of
 from hpc_ddp.training.checkpoint.state import labels_of, untracked_parameters, unwrap
 from hpc_ddp.training.models.dtensor import step_apart
 from hpc_ddp.training.models.mesh import ParallelDims
-from hpc_ddp.training.models.trained import left_out_error, parameters_of
+from hpc_ddp.training.models.trained import parameters_of
 
 LEVELS = 10  # of attributes, lists and dicts, at which a tracked object may have its parts
 MOST_PARTS = 10_000  # of a level: a replay buffer may be a list
@@ -57,17 +57,16 @@ class LivingModels(Generic[M]):
 
 def check_models(
     objects: Mapping[str, Any], wrapped: Iterable[torch.nn.Module], is_stage: bool = False
-) -> set[int]:
+) -> None:
     """Refuse tracked `objects` if a checkpoint would lack what an optimizer among them trains, or
-    an optimizer inside it; return the ids of the frozen parameters of an optimizer that it will
-    lack. `wrapped` are the models that went through `Run.wrap` and others; with `is_stage` the
-    objects belong to one stage of a pipeline.
+    an optimizer inside it. `wrapped` are the models that went through `Run.wrap` and others; with
+    `is_stage` the objects belong to one stage of a pipeline.
 
     Raises
     ------
     UsageError
-        a model is sharded by a class of `LOCAL_SHARDS`, or leaves weights that are trained out of
-        its state; an optimizer has a parameter twice, trains a model that is not tracked, has
+        a model is sharded by a class of `LOCAL_SHARDS`, or does not load a trained weight from its
+        own state; an optimizer has a parameter twice, trains a model that is not tracked, has
         another optimizer that is not tracked, or trains, in a stage, a tensor of no tracked object
     HpcDdpError
         the state of an object can't be saved
@@ -77,7 +76,7 @@ def check_models(
     stored = labels_of(objects)
     optimizers = [thing for thing in tracked if isinstance(thing, Optimizer)]
     parameters = chain.from_iterable(map(parameters_of, optimizers))
-    left_out = _check_left_out(objects, {id(parameter) for parameter in parameters})
+    _check_names(objects, {id(parameter) for parameter in parameters})
     of_wrapped = {id(weight) for model in wrapped for weight in model.parameters()} - stored.keys()
     for optimizer in optimizers:
         _check_repeated(optimizer, stored)
@@ -109,7 +108,6 @@ def check_models(
                 " another stage; accepted in a pipeline: parameters of tracked models",
                 hint="make it a parameter of the stage's module",
             )
-    return left_out
 
 
 def _check_repeated(optimizer: Optimizer, labels: Mapping[int, str]) -> None:
@@ -138,34 +136,30 @@ def _check_shards(objects: Mapping[str, Any]) -> None:
                 )
 
 
-def _check_left_out(objects: Mapping[str, Any], of_optimizers: Container[int]) -> set[int]:
-    """Return the ids of the parameters, of those that optimizers have, that no model would load
-    from its own state dict. Raise UsageError where one is trained. A class with a
+def _check_names(objects: Mapping[str, Any], of_optimizers: Container[int]) -> None:
+    """Raise UsageError for a model that saves a trained parameter by another name, and does not
+    load it from there. One that the model leaves out is saved beside its state, and a class with a
     ``load_state_dict`` of its own decides by itself."""
-    saved: set[int] = set()
-    lacking: dict[str, torch.Tensor] = {}
     for name, model in objects.items():
         plain = unwrap(model)
-        if not isinstance(plain, torch.nn.Module):
+        if getattr(type(plain), "load_state_dict", None) is not torch.nn.Module.load_state_dict:
             continue
-        # A weight that is tied may be saved by any of its names.
         entries = plain.state_dict()
-        parameters = dict(plain.named_parameters(remove_duplicate=False))
-        saved |= {id(weight) for key, weight in parameters.items() if key in entries}
-        unlisted = {
-            key: weight
-            for key, weight in parameters.items()
-            if key not in entries and id(weight) in of_optimizers
+        trained = {
+            key
+            for key, weight in plain.named_parameters()
+            if key not in entries and weight.requires_grad and id(weight) in of_optimizers
         }
-        is_plain = type(plain).load_state_dict is torch.nn.Module.load_state_dict
-        if unlisted and is_plain:  # it may be saved by another name, from which it is loaded
-            missing = plain.load_state_dict(entries, strict=False).missing_keys
-            lacking |= {f"{name}.{key}": unlisted[key] for key in missing if key in unlisted}
-    lacking = {key: weight for key, weight in lacking.items() if id(weight) not in saved}
-    for key, weight in lacking.items():
-        if weight.requires_grad:
-            raise left_out_error(key)
-    return set(map(id, lacking.values()))
+        if trained:
+            missing, unexpected = plain.load_state_dict(entries, strict=False)
+            if unexpected and trained & {*missing}:
+                key = min(trained & {*missing})
+                raise UsageError(
+                    f"{name} saves {key} by another name, {unexpected[0]}, and does not load it"
+                    " from there: a resume would begin it anew; accepted: a model that loads its"
+                    " own state dict",
+                    hint="a load_state_dict pre-hook that names it back",
+                )
 
 
 def check_copies(

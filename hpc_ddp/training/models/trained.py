@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from hpc_ddp.core.errors import UsageError
-
 
 class TrainedParameters:
     """The parameters that optimizers train, whether they need gradients at the moment or not.
@@ -21,13 +19,13 @@ class TrainedParameters:
     """
 
     def __init__(self) -> None:
-        self.left_out: set[int] = set()  # ids of frozen parameters that no checkpoint has
         self._optimizers: list[Optimizer] = []
         self._with_gradients: set[int] = set()
         self._settings: dict[int, list[dict[str, Any]]] = {}
         # Whether a parameter needed gradients, and a module was in training mode, by id, as the
         # first loop began.
         self._as_made: dict[int, bool] = {}
+        self._versions: dict[int, int] = {}  # how often each parameter had been changed at `add`
 
     def add(self, objects: Iterable[Any]) -> None:
         """Note the optimizers among a script's objects, with their settings and the parameters that
@@ -43,6 +41,8 @@ class TrainedParameters:
                 self._with_gradients |= {id(p) for p in parameters if p.requires_grad}
             elif isinstance(thing, torch.nn.Module):
                 self.note_flags(thing)
+                plain = (p for p in thing.parameters() if not p.is_inference())
+                self._versions |= {id(p): p._version for p in plain}
 
     def note_flags(self, module: torch.nn.Module) -> None:
         """Note which parameters of a module need gradients, and which of its parts are in training
@@ -62,13 +62,27 @@ class TrainedParameters:
 
     def changes_of(self, module: torch.nn.Module) -> dict[str, bool]:
         """Return, by name, whether parameters of a module need gradients, for those alone for which
-        the loop has changed this, as it unfreezes layers. Raise UsageError for one that it trains
-        by now, and that no checkpoint has."""
-        parameters = [*module.named_parameters(remove_duplicate=False)]
-        for key, parameter in parameters:
-            if parameter.requires_grad and id(parameter) in self.left_out:
-                raise left_out_error(key)
-        return self._changed((key, id(p), p.requires_grad) for key, p in parameters)
+        the loop has changed this, as it unfreezes layers."""
+        flags = module.named_parameters(remove_duplicate=False)
+        return self._changed((key, id(p), p.requires_grad) for key, p in flags)
+
+    def state_of(self, thing: Any) -> dict[str, Any]:
+        """Return the state dict of an object. A module's has, besides, its parameters that have
+        changed since `add` and that it leaves out: a hook may drop what is frozen, or was so at
+        first. A class with a ``load_state_dict`` of its own decides by itself."""
+        entries: dict[str, Any] = thing.state_dict()
+        if getattr(type(thing), "load_state_dict", None) is not torch.nn.Module.load_state_dict:
+            return entries
+        parameters = [*thing.named_parameters(remove_duplicate=False)]
+        listed = {id(parameter) for key, parameter in parameters if key in entries}
+        left_out = {key: p for key, p in parameters if id(p) in self._versions.keys() - listed}
+        trained = self.ids() if left_out else set()
+        for key, parameter in left_out.items():
+            # A CUDA graph does not count the changes that it makes.
+            is_trained = parameter.requires_grad and id(parameter) in trained
+            if is_trained or parameter._version != self._versions[id(parameter)]:
+                entries[key] = parameter.detach()
+        return entries
 
     def modes_of(self, module: torch.nn.Module) -> dict[str, bool]:
         """Return, by name, whether parts of a module are in training mode, for those alone for
@@ -88,15 +102,6 @@ class TrainedParameters:
             for parameter in parameters_of(optimizer)
             if optimizer.state.get(parameter)
         )
-
-
-def left_out_error(name: str) -> UsageError:
-    """Return the error for a model that trains a parameter that it leaves out of its state."""
-    return UsageError(
-        f"the state_dict of the model leaves out {name}, which is trained: a resume would begin it"
-        " anew; accepted: a model that leaves out frozen weights alone",
-        hint=f"requires_grad_(False) for {name}, or no hook that drops it",
-    )
 
 
 def _is_plain(setting: Any) -> bool:

@@ -326,7 +326,8 @@ def test_an_array_is_not_finished_before_all_its_tasks_are(root: Path, make: Any
 def test_an_unfinished_run_without_results_is_deleted(root: Path, make: Any) -> None:
     run = make("1", end="failed", steps=[])
     ours = (run.script, run.limits_json, run.early_links, run.cancelled, run.unstaged)
-    hidden = (run.path / name for name in (".start", ".nfs0000a1", ".job.json.0123456789abcdef"))
+    names = (".start", ".nfs0000a1", ".fuse_hidden01", ".__afs1", ".job.json.0123456789abcdef")
+    hidden = (run.path / name for name in names)
     for path in (*ours, mlflow_id(run), mlflow_id(run, 3), run.path / "stage", *hidden):
         path.write_text("{}")
     make("2", end="failed", steps=[]).path.joinpath(".aim").mkdir()  # as Aim's own repository

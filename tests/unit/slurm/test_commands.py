@@ -221,7 +221,8 @@ def test_names_that_are_too_long_for_a_command_are_refused(
 
 
 def test_a_host_list_is_expanded(slurm_commands: Slurm) -> None:
-    slurm_commands.answer("scontrol", "NOTICE: maintenance on Friday\nn1\nn2\n")
+    banner = "-----\nNOTICE\n-----\nmaintenance on Friday\n"
+    slurm_commands.answer("scontrol", f"{banner}n1\nn2\n")
     assert slurm.expand_hosts("n[1-2]") == ["n1", "n2"]
     assert slurm_commands.calls("scontrol") == [["show", "hostnames", "n[1-2]"]]
     with pytest.raises(HpcDdpError, match="'' of this job names no node"):

@@ -150,7 +150,9 @@ class Scope:
         if not is_quoted and is_pattern(node):
             yield self._code_part(text, False)
         elif is_leaf and kind in ("word", "number", "variable_name", "command_name"):
-            home = os.path.expanduser(text) if re.match(r"~(/|$)", text) else text
+            start = re.match(r"([A-Za-z_]\w*=)?(?=~(/|$))", text)  # also of NAME=~/file
+            at = start.end() if start else 0
+            home = text[:at] + os.path.expanduser(text[at:]) if start else text
             yield Part(re.sub(r"\\(.)", r"\1", home.replace("\\\n", "")))
         elif kind == "raw_string":
             yield Part(text[1:-1])

@@ -137,6 +137,7 @@ def truth_of(node: Node, scope: Scope, is_guessed: bool) -> bool | None:
     job knows, or where the condition is more than one comparison. `is_guessed` is as in
     `_is_empty`."""
     text = _ARITHMETIC.sub(_as_test, source(node).strip())
+    text = re.sub(r"\$\{(\w+):?-\}", r"$\1", text)  # by `set -u`: no other value
     match = re.fullmatch(r"\[\[?(|\s.*?)\s+(==?|!=|-\w+)\s+(.*?)\s+\]\]?", text, re.S)
     is_unknown = uses_arguments(text) and scope.arguments is None
     if not match or is_unknown or re.search(r"[&|<>()*?]", text.replace("$((", "")):

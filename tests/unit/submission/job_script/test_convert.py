@@ -69,13 +69,14 @@ def test_torchrun_in_its_usual_form() -> None:
             "module purge",
             "module load cuda/12.4",
             "source /opt/venv/bin/activate",
+            "export NCCL_DEBUG=INFO",
+            "export OUT=/scratch/runs/$SLURM_JOB_ID",
             'mkdir -p "$OUT"',
         ],
         "teardown": ['cp -r "$OUT" results'],
         "args": ["--config", "configs/vit.yaml", "--out", "/scratch/runs/$SLURM_JOB_ID"],
         "expand": ["SLURM_JOB_ID"],
         "srun": ["--cpu-bind=none"],
-        "env": {"NCCL_DEBUG": "INFO", "OUT": "/scratch/runs/$SLURM_JOB_ID"},
     }
     assert {conversion.group(line)[0] for line in (19, 20, 21, 22, 26, 29, 30)} == {OURS}
 

@@ -48,11 +48,39 @@ def of_text(*lines: str) -> Conversion:
          {"chdir": None, "setup": ["(cd data; srun -N1 -n1 python prep.py)"], "env": {"A": "1"}}),
         # Lines in a block whose output goes to a file.
         (("{", "module load x", "export A=1", TRAIN, "} 2>&1 | tee log"),
-         {"setup": ["module load x"], "env": {"A": "1"}}),
+         {"setup": ["module load x", "export A=1"], "env": None}),
         (('eval "$(cd /opt/spack && bin/spack load --sh gcc)"', TRAIN), {"script": "train.py"}),
         # A function that the text of a task calls.
         (("run() { torchrun a.py; }", "export -f run", "srun --container-image=a.sqsh bash -c run"),
          {"script": "a.py", "image": "a.sqsh", "setup": None}),
+        # What the directives alone say of GPUs and CPUs.
+        (("#SBATCH --gpus=2", "#SBATCH -N 2-4", "srun torchrun a.py"), {"gpus-per-node": None}),
+        (("#SBATCH -N 1 -n 64", "torchrun --nproc-per-node=8 a.py"), {"cpus-per-node": 64}),
+        (("#SBATCH -N 1 -n 16", "python a.py"), {"cpus-per-node": 16, "launcher": "srun"}),
+        (("#SBATCH -n 4 -c 4", "srun python a.py"), {"cpus-per-task": 4, "cpus-per-node": None}),
+        (("#SBATCH -n 4", "srun -c 2 torchrun a.py"), {"cpus-per-task": 2}),
+        (("#SBATCH --mail-type=begin", "#SBATCH --mail-type=end", TRAIN),
+         {"mail-type": "begin,end"}),
+        # Slurm's variables that the job has not, or with another value.
+        (("export OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK", TRAIN),
+         {"env": None, "setup": ["export OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK"], "expand": None}),
+        (("#SBATCH -N 1 --gpus=4", "export N=$SLURM_GPUS", TRAIN),
+         {"env": {"N": "4"}, "expand": None}),
+        (("#SBATCH -N 1 --ntasks-per-node=4 -c 8", "export OMP_NUM_THREADS=${SLURM_CPUS_PER_TASK}",
+          "torchrun --nproc-per-node=4 a.py"),
+         {"env": {"OMP_NUM_THREADS": "8"}, "cpus-per-node": 32}),
+        (("#SBATCH -c 8", "export OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK", TRAIN),
+         {"env": {"OMP_NUM_THREADS": "$SLURM_CPUS_PER_TASK"}, "expand": ["SLURM_CPUS_PER_TASK"]}),
+        # An export stands behind the module that may set the name.
+        (("export A=1", "module load x", "export B=2", f"C=3 {TRAIN}"),
+         {"env": {"A": "1"}, "setup": ["module load x", "export B=2", "export C=3"]}),
+        # A test on a variable of the shell that submits, below `set -u`.
+        (('if [ -z "${X:-}" ]; then echo no X; exit 1; fi', TRAIN),
+         {"setup": ['if [ -z "${X:-}" ]; then echo no X; exit 1; fi']}),
+        (("#SBATCH -N 2 --gres=gpu:4", "WORLD_SIZE=$((2*SLURM_NNODES))",
+          'srun bash -c "accelerate launch --num_processes $WORLD_SIZE a.py"'),
+         {"nproc-per-node": 2, "script": "a.py"}),
+        ((f"{TRAIN} root=~/a --b=~/c",), {"args": [f"root={Path.home()}/a", "--b=~/c"]}),
         # Words that bash makes others of.
         (("for s in {1,2}; do", f"{TRAIN} --seed $s", "done"), {"script": None}),
         ((f"{TRAIN} --x {{1,2}} c/[ab].yaml layers=[1,2] '{{1,2}}'",),
@@ -367,6 +395,13 @@ def test_words_of_real_scripts(lines: tuple[str, ...], expected: dict[str, Any])
     assert {key: result.get(key) for key in expected} == expected
 
 
+@pytest.mark.parametrize("options", ["-G a100:2", "--gpus=a100:2 -n 8"])
+def test_gpus_of_a_script_without_a_number_of_nodes(options: str) -> None:
+    text = f"#SBATCH {options}\nsrun torchrun --nproc-per-node=2 a.py\n"
+    result = convert(text, Path("/"), Path("/")).settings()
+    assert (result["gpus-per-node"], result["nodes"]) == ("a100:2", 1)
+
+
 @pytest.mark.parametrize(
     ("lines", "line", "group", "reason"),
     [
@@ -481,6 +516,9 @@ def test_words_of_real_scripts(lines: tuple[str, ...], expected: dict[str, Any])
                 "sbatch my-job.sh",
             )
         ),
+        (("#SBATCH -N 2 --gpus=3", TRAIN), 3, LOST, "3 GPUs on 2 nodes"),
+        (("export SLURM_EXPORT_ENV=ALL", TRAIN), 3, OURS, "the step has"),
+        (("A=$(x)", "B=c/$A", "A=2", 'srun bash -c "python a.py $B"'), 6, LOST, "set anew before"),
         (("X=1", f"(X=2; cd src; {TRAIN})", "cp a $X"), 5, LOST, "sets another X: teardown"),
         (("X=1", f"(X=2; cd src; {TRAIN})", "cp a b/c"), 5, LOST, "the launch has another folder"),
         (("X=1", f"(X=2; cd src; {TRAIN})", "cp /a /b"), 5, TAKEN, "teardown"),
@@ -535,7 +573,7 @@ def test_each_word_of_a_launch_is_written_or_named(line: str) -> None:
             ("source a.sh", f"{TRAIN} $DATA"),
             "$DATA: not set in this shell: to be exported before hpc-ddp submit, unless a",
         ),
-        (('if [ -n "${B:-}" ]; then A=1; fi', TRAIN), "$B: taken as unset: if your shell has"),
+        (('if [ -n "${B:-}" ]; then A=1; fi', TRAIN), "$B: not set in this shell: to be exported"),
         (("A=(a b)", TRAIN, 'echo "${A[@]}"'), "$A is an array: teardown does not have it"),
         (("echo ${A:-x}", f"{TRAIN} ${{A:-x}}"), "$A: taken as unset: if your shell has"),
         (

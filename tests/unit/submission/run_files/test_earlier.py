@@ -138,12 +138,17 @@ def test_a_note_of_a_start_changes_no_file_but_the_runs(
         _plan(run)
 
 
+@pytest.mark.parametrize("damage", [{"first_attempts": None}, {"attempts": None}, {"files": []}])
 def test_a_damaged_note_keeps_no_run_from_a_start(
-    run: RunFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: RunFolder,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    damage: dict[str, Any],
 ) -> None:
     _break_off(run, monkeypatch)
-    note = read_json(run.start_note)
-    del note["first_attempts"]  # as of an older version
+    note = {**read_json(run.start_note), **damage}
+    if not note["first_attempts"]:
+        del note["first_attempts"]  # as of an older version
     write_json(run.start_note, note)
     _plan(run)
     assert ".before-start.json is damaged" in capsys.readouterr().err

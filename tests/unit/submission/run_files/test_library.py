@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,6 +28,18 @@ def test_operators_read_how_many_files_it_has(tmp_path: Path) -> None:
     assert sum(path.stat().st_size for path in files) / 1e6 == pytest.approx(
         float(match[2]), rel=0.2
     )
+
+
+def test_a_copy_of_code_that_can_not_be_written_needs_no_folder_for_bytecode(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def mkdir(*_: Any, **__: Any) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    (tmp_path / "helper.py").touch(0o666)
+    monkeypatch.setattr(Path, "mkdir", mkdir)
+    close_code(tmp_path)
+    assert not (tmp_path / "helper.py").stat().st_mode & 0o022
 
 
 def test_bytecode_lies_in_folders_that_no_group_can_write(tmp_path: Path) -> None:
