@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import gc
+import os
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from types import CodeType, FunctionType, ModuleType
@@ -22,6 +23,7 @@ from hpc_ddp.training.models.dtensor import fsdp_modules, is_sharded, reshard
 
 TOGETHER = 1 << 26  # bytes of a broadcast of several buffers
 MOST_PARTS = 10_000  # of what a function refers to
+_TORCH = os.path.dirname(torch.__file__)
 NO_HOLDERS = (nn.Module, torch.Tensor, ModuleType, CodeType, type)  # hold no model of a function's
 
 
@@ -98,9 +100,12 @@ def _in_parcels(buffers: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]
         yield parcel
 
 
-def averaged(model: torch.nn.Module, decay: float) -> Average:
+def averaged(
+    model: torch.nn.Module, decay: float, say: Callable[[str], None] = lambda text: None
+) -> Average:
     """Return a copy of a model whose ``update_parameters`` averages weights and running statistics:
-    `decay` is the share of the average that an update keeps.
+    `decay` is the share of the average that an update keeps. `say` prints a warning of a part whose
+    ``forward`` the script has replaced by a function that the copy can't have.
 
     Numbers that are no floating-point ones (counters, masks), or of 8 bits, are copied at each
     update, and so are those of buffers and frozen parameters whose average is not finite. Raise
@@ -126,23 +131,33 @@ def averaged(model: torch.nn.Module, decay: float) -> Average:
                 hint="average = run.ema(copy.deepcopy(model).float()); update_parameters(model)"
                 " averages a model of 16 bits in",
             )
-    return Average(model, decay)
+    average = Average(model, decay)
+    if average.without:
+        say(
+            f"WARNING: the average evaluates {', '.join(average.without)} by its class's forward,"
+            " not by the function that is there in the model, which would use the model's weights;"
+            " accepted: a method (types.MethodType), or a subclass"
+        )
+    return average
 
 
-def _refers_to(function: Any, module: torch.nn.Module) -> bool:
-    """Return whether a function, or what it holds (a closure, defaults, an object's attributes),
-    refers to `module`. Globals, other modules, and more than `MOST_PARTS` parts are left out."""
+def _refers_to(function: Any, modules: Container[int]) -> bool:
+    """Return whether a function, or what it holds (a closure, defaults, the globals that it names,
+    an object's attributes), refers to one of `modules` (their ids). Other modules, and more than
+    `MOST_PARTS` parts, are left out."""
     parts, visited = deque([function]), set[int]()
     while parts and len(visited) < MOST_PARTS:
         part = parts.popleft()  # the nearest first: a vocabulary has many
-        if part is module:
+        if id(part) in modules:
             return True
         kind = type(part)  # an attribute may be code of the user's, also `__class__`
         if id(part) in visited or not gc.is_tracked(part) or issubclass(kind, NO_HOLDERS):
             continue
         visited.add(id(part))
-        scope = part.__globals__ if kind is FunctionType else None
+        scope = part.__globals__ if kind is FunctionType else {}
         parts.extend(referent for referent in gc.get_referents(part) if referent is not scope)
+        if kind is FunctionType:
+            parts.extend(scope[name] for name in part.__code__.co_names if name in scope)
         if issubclass(kind, weakref.ref):
             parts.append(part())
     return False
@@ -158,11 +173,17 @@ class Average(AveragedModel):
     def __init__(self, model: torch.nn.Module, decay: float) -> None:
         """Copy a model; at each update the average keeps the share `decay` of itself."""
         super().__init__(model, use_buffers=True)
-        for part, copied in zip(model.modules(), self.module.modules(), strict=True):
-            # As that of torch.compile or of a CUDA graph, which a copy shares; methods are copied.
+        self.without: list[str] = []  # parts that lack a function of the script's
+        modules = set(map(id, model.modules()))
+        pairs = zip(model.named_modules(), self.module.modules(), strict=True)
+        for (name, part), copied in pairs:
+            # A copy shares functions; methods are copied.
             forward = vars(part).get("forward")
-            if forward is vars(copied).get("forward") and _refers_to(forward, part):
+            if forward is vars(copied).get("forward") and _refers_to(forward, modules):
                 del vars(copied)["forward"]
+                file = getattr(getattr(forward, "__code__", None), "co_filename", "")
+                if not file.startswith(_TORCH):  # that of torch.compile or a graph does the same
+                    self.without.append(name or type(part).__name__)
         self._decay = decay
         self._begun_on = _device_of(model)
 

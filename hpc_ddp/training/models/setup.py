@@ -279,7 +279,7 @@ class ModelSetup(Worker):
         """Return a copy of the model, without its wrappers, whose weights become an exponential
         moving average of the model's. Name it in `track`, and call its ``update_parameters(model)``
         after each optimizer step. Raise UsageError as `averaged`."""
-        average = averaged(unwrap(model), decay)
+        average = averaged(unwrap(model), decay, self._say)
         self._averages[average] = ref(model)
         return average
 

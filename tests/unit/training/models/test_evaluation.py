@@ -98,6 +98,17 @@ def beside_a_vocabulary(net: Any) -> Any:
     return forward
 
 
+def by_a_global(net: Any) -> Any:
+    scope = {"plain": net.forward}
+    exec("forward = lambda inputs: plain(inputs)", scope)
+    return scope["forward"]
+
+
+def by_a_part(net: Any) -> Any:
+    part = net[0]
+    return lambda inputs: part(inputs)
+
+
 def by_reference(net: Any) -> Any:
     kind: Any = nn.Sequential
     reference, calls = weakref.ref(net), [kind.forward]
@@ -111,6 +122,8 @@ def by_reference(net: Any) -> Any:
         lambda net: partial(nn.Sequential.forward, net),
         by_default,
         by_reference,
+        by_a_global,
+        by_a_part,
         beside_a_vocabulary,
     ],
 )
@@ -118,14 +131,18 @@ def test_an_average_has_no_forward_of_its_model(forward_of: Callable[[Any], Any]
     """A compiled forward, or a CUDA graph's, is a function, which a copy of the model shares."""
     net = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Dropout(0.5))
     vars(net)["forward"] = forward_of(net)
-    ema = averaged(net, 0.5)
+    lines: list[str] = []
+    ema = averaged(net, 0.5, lines.append)
+    text = "the average evaluates Sequential by its class's forward"
+    assert [text in line for line in lines] == [True] * (not isinstance(net.forward, partial))
     for model, number in ((net, 1.0), (ema.module, 2.0)):
         nn.init.constant_(next(model.parameters()), number)
     ema.eval()
     assert ema(torch.ones(1)).item() == 2.0
     assert "forward" in vars(net)
     vars(net)["forward"] = torch.compile(net.forward, backend="eager")
-    assert "forward" not in vars(averaged(net, 0.5).module)
+    assert "forward" not in vars(averaged(net, 0.5, lines.append).module)
+    assert len(lines) < 2
 
 
 def test_an_average_keeps_a_forward_that_is_no_models() -> None:
