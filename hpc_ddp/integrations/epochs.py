@@ -119,7 +119,7 @@ class EpochStop(StopPoint):
     def _only_loader(self, epoch: int) -> Iterator[None]:
         """Mark the block as a loop over batches, those of `epoch`. Raise UsageError within another
         such block, for a second loader of `epoch`, and before `load`."""
-        if not self._is_open:
+        if not self._is_restored:
             raise UsageError(
                 "stop.batches was called before stop.load, which loads the run's checkpoint",
                 hint="stop.load(…), once all objects are prepared",

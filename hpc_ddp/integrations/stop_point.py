@@ -86,7 +86,7 @@ class StopPoint(Member):
         self._format = format
         self._newest: Path | None = None
         self._decision = Decision()  # which `checkpoint` carries out
-        self._is_open = self._has_begun = self._is_over = False
+        self._is_open = self._is_restored = self._has_begun = self._is_over = False
         self._has_asked = False  # the script, for the checkpoint to load
         self._outer_error = OuterError()
 
@@ -95,7 +95,7 @@ class StopPoint(Member):
 
         The first call, for which the process group of several ranks exists already, opens the run,
         sets a damaged checkpoint aside, and sets `position` and `facts` to those of the checkpoint.
-        Later calls return the same folder.
+        Later calls return the same folder; after an error they look for a checkpoint again.
 
         Raises
         ------
@@ -107,26 +107,37 @@ class StopPoint(Member):
         RuntimeError
             a peer is gone
         """
-        newest, self._has_asked = self._find_latest(), True
+        newest, self._has_asked = self._restore_once(), True
         return newest
 
-    def _find_latest(self) -> Path | None:
-        """Do what `latest` does; the script has not asked yet."""
-        if not self._is_open:
-            if StopPoint._is_taken:  # its checkpoints would be taken for this one's
-                raise UsageError(
-                    "a second training has begun in this process; accepted: one for each run",
-                    hint="each training (a fold, say) as a job of its own: hpc-ddp sweep",
-                )
-            self._open()
-            take_run(self._env)
-            self._is_open = StopPoint._is_taken = True
+    def _open_once(self) -> None:
+        """Open the run, and take it for this process; later calls do nothing. Raise UsageError if
+        an earlier training of this process has the run; raises as `_open`."""
+        if self._is_open:
+            return
+        if StopPoint._is_taken:  # its checkpoints would be taken for this one's
+            raise UsageError(
+                "a second training has begun in this process; accepted: one for each run",
+                hint="each training (a fold, say) as a job of its own: hpc-ddp sweep",
+            )
+        self._open()
+        take_run(self._env)
+        self._is_open = StopPoint._is_taken = True
+
+    def _restore_once(self) -> Path | None:
+        """Open the run, and set `position`, `facts` and the order of buckets to those of the newest
+        checkpoint that verifies. Return the checkpoint's folder, None without one. Later calls
+        return the same folder; after an error the next call looks for a checkpoint again. Raises as
+        `latest`."""
+        self._open_once()
+        if not self._is_restored:
             if newest := self._checkpoints.find_newest_of_library():
                 self._newest, manifest = newest
                 vars(self.position).update(manifest["position"])
                 self.facts.update(manifest["facts"])
                 self._own_facts.update(manifest["own_facts"])
                 self._buckets.load(manifest.get("buckets", ()))
+            self._is_restored = True  # only now: after an error nothing may begin at step 0
         return self._newest
 
     def fix_order_of_sums(self, models: Iterable[Any]) -> None:
@@ -154,7 +165,7 @@ class StopPoint(Member):
         Raises as `latest`, which it calls if the script has not; UsageError after `finish`, and
         where the run has a checkpoint and the script has not called `latest`.
         """
-        if not self._has_asked and (newest := self._find_latest()):
+        if not self._has_asked and (newest := self._restore_once()):
             raise UsageError(
                 f"the run has a checkpoint, {newest.name}, which the script has not loaded",
                 hint="load what stop.latest() returns, before the first step",

@@ -46,7 +46,7 @@ def make_stop(**facts: Any) -> EpochStop:
     """Make one that has loaded the run's checkpoint, with these facts of its own, on two ranks."""
     stop: EpochStop = object.__new__(Stop)  # without the handlers of signals
     vars(stop).update(facts={}, _own_facts=facts, _ended=None)
-    vars(stop).update(_has_warned=False, _is_within=False, _is_open=True)
+    vars(stop).update(_has_warned=False, _is_within=False, _is_restored=True)
     vars(stop).update(_info=SimpleNamespace(world_size=2), _say=lambda text: None)
     return stop
 
@@ -66,7 +66,7 @@ def test_a_second_loader_of_an_epoch_is_refused() -> None:
 
 def test_batches_before_load_are_refused() -> None:
     stop = make_stop(epoch=0, batches=0)
-    stop._is_open = False
+    stop._is_restored = False
     with pytest.raises(UsageError, match=r"before stop\.load"), stop._only_loader(0):
         pass
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from hpc_ddp.core.checkpoints import published
-from hpc_ddp.core.errors import UsageError
+from hpc_ddp.core.errors import HpcDdpError, UsageError
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.integrations import StopPoint, stop_point
 from hpc_ddp.integrations.stop_point import check_step
@@ -302,3 +302,48 @@ def test_a_checkpoint_that_the_script_has_not_loaded_is_refused(exits: list[Any]
             other.step()
     assert other.latest() is not None
     other.step()
+
+
+@pytest.mark.parametrize(
+    ("format", "is_damaged", "reason"),
+    [
+        ("library", True, "has no good checkpoint any more"),
+        ("lightning", False, r"format 'library'; accepted: 'lightning'"),
+    ],
+)
+def test_no_training_begins_at_step_0_after_an_error_that_the_script_catches(
+    run: RunFolder, exits: list[Any], format: str, is_damaged: bool, reason: str
+) -> None:
+    """Its saves would take the place of the checkpoints that it was refused for."""
+    stop = make(save_every_steps=1)
+    stop.latest()
+    assert stop.step()
+    save(stop)
+    stop.finish()
+    (folder,) = published(run.checkpoints)
+    if is_damaged:
+        (folder / "state").write_text("y")
+    other = make(format=format)
+    for call in (other.latest, other.latest, other.step, other.finish):
+        with pytest.raises(HpcDdpError, match=reason):
+            call()
+    assert not other.position.step
+    assert len(named(run, "training")) == 1
+
+
+def test_a_checkpoint_that_can_be_read_again_is_taken_up(
+    run: RunFolder, exits: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that did not answer may answer the next call."""
+    stop = make(save_every_steps=1)
+    stop.latest()
+    assert stop.step()
+    save(stop)
+    stop.finish()
+    other = make()
+    with monkeypatch.context() as patch:
+        patch.setattr(library.LibraryCheckpoints, "find_newest", lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            other.latest()
+    assert other.latest() == run.checkpoints / "step-1"
+    assert other.position.step == 1
