@@ -164,12 +164,15 @@ def _open_files() -> dict[str, str]:
 
 
 def _generators() -> list[str]:
-    """Return the states of the global generators of random numbers of Python, numpy and torch, and
-    the ids of all other generators that are not frozen (`gc`); only to compare two calls."""
+    """Return texts that differ between two calls if a global generator of Python, numpy or torch's
+    CPU has drawn or was seeded meanwhile, or a generator object that is not frozen (`gc`) was made
+    or freed."""
     states = [repr(random.getstate())]
     kinds: tuple[type, ...] = (random.Random,)
     if numpy := sys.modules.get("numpy"):
-        states.append(repr(numpy.random.get_state()[1].tobytes()))
+        # The key changes with each 624th word only; behind it is the place in it.
+        key, *place = numpy.random.get_state()[1:]
+        states.append(repr((key.tobytes(), place)))
         kinds += (numpy.random.Generator, numpy.random.RandomState)
     if torch := sys.modules.get("torch"):
         states.append(repr(torch.get_rng_state().numpy().tobytes()))

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from hpc_ddp.node.workers import preload
@@ -88,6 +91,16 @@ def test_an_import_that_must_be_the_workers_own_is_refused(
 def test_an_import_without_a_trace_is_taken(tmp_path: Path, text: str) -> None:
     lines = _import(tmp_path, f"print('out')\nprint('err', file=sys.stderr)\n{text}")
     assert sorted(lines) == ["", "err", "out"]
+
+
+@pytest.mark.parametrize("draw", [np.random.rand, np.random.standard_normal, random.random])
+def test_a_draw_after_an_earlier_one_is_seen(draw: Callable[[], float]) -> None:
+    """numpy's generator draws in advance, and has the second of two normal numbers already."""
+    draw()
+    before = preload._generators()
+    assert preload._generators() == before
+    draw()
+    assert preload._generators() != before
 
 
 NVML = """
