@@ -56,17 +56,14 @@ def take(script: Path, run: RunFolder, exclude: Sequence[str]) -> None:
         the code is larger than 50 MB or 20,000 files (names the largest), or git can't list it;
         nothing is copied then
     OSError
-        a file can't be read or written; nothing is left then
+        a file can't be read or written; no copy is left then
     """
     root, names = files(script, run, exclude)
     target, inside = place(script, run)
     with drafted_folder(target) as draft:
         _copy_all(root, names, draft)
-        main = draft / inside.relative_to(target)
-        if script.is_file() and not main.exists():  # ignored by git, or excluded: it must be there
-            main.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(script, main)
-    note_script(target, script, inside.relative_to(target))
+        _copy_script(script, draft / inside.relative_to(target))
+        note_script(target, script, inside.relative_to(target))  # before its copy has the name
     for name in _uncopied_modules(script, root, set(names)):
         say(
             f"note: the copy of the code leaves out {name}, which the script imports (a file that"
@@ -85,6 +82,13 @@ def _copy_all(root: Path, names: Sequence[str], target: Path) -> None:
                 folders.add(copy.parent)
             _copy(root / name, copy, root)
             progress.add(1)
+
+
+def _copy_script(script: Path, copy: Path) -> None:
+    """Copy a script that git ignores, or that is excluded, to `copy`; a module may have no file."""
+    if script.is_file() and not copy.exists():
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(script, copy)
 
 
 def _copy(path: Path, copy: Path, root: Path) -> None:

@@ -95,6 +95,18 @@ def test_what_a_submit_copies_has_the_times_of_now(tmp_path: Path) -> None:
     assert min(path.stat().st_mtime for path in run.path.rglob("*.py")) > began
 
 
+def test_a_copy_whose_note_can_not_be_written_is_removed(tmp_path: Path) -> None:
+    """A later submit would take it for a whole one."""
+    script = tmp_path / "code" / "train.py"
+    script.parent.mkdir()
+    script.touch()
+    run = RunFolder(tmp_path / "runs" / "train" / "20260101-000000-abcd").make()
+    (run.code / ".script-0" / "x").mkdir(parents=True)
+    with pytest.raises(IsADirectoryError):
+        snapshot.take(script, run, ())
+    assert [path.name for path in run.code.iterdir()] == [".script-0"]
+
+
 def test_a_snapshot_takes_no_folder_of_an_older_one(tmp_path: Path) -> None:
     """Its user has removed the oldest, for room."""
     script = tmp_path / "live" / "train.py"
