@@ -162,8 +162,9 @@ class FailureHook:
 
 
 def _report_to_torchrun(error: BaseException) -> None:
-    """Leave the error where torchrun's own summary of a failure finds it; without torchrun,
-    nothing."""
+    """Write the error into the file that TORCHELASTIC_ERROR_FILE names, where torchrun's summary of
+    a failure looks for it. Do nothing without that variable; a file that can't be written is passed
+    over."""
     if "TORCHELASTIC_ERROR_FILE" not in os.environ:
         return
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
@@ -171,4 +172,5 @@ def _report_to_torchrun(error: BaseException) -> None:
     try:
         raise error
     except BaseException as raised:
-        get_error_handler().record_exception(raised)
+        with suppress(OSError):  # the disk is full, say
+            get_error_handler().record_exception(raised)

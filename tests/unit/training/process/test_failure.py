@@ -38,3 +38,11 @@ def test_an_error_before_the_run_is_open_is_printed(
     FailureHook(DistEnv(), "n1")(ValueError, ValueError("too early"), None)
     assert codes == [1]
     assert "ValueError: too early" in capfd.readouterr().err
+
+
+def test_an_error_is_reported_without_the_folder_of_torchruns_file(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "/no/such/folder/error.json")
+    FailureHook(DistEnv(), "n1").report(ValueError("the script's"), "Traceback of the script\n")
+    assert "Traceback of the script" in capsys.readouterr().err
