@@ -140,9 +140,16 @@ class Worker(Member):
         here; where one is gone and a notice has come, the event is left out. Rank 0 prints the
         goodput. Raise HpcDdpError if a weight is not finite or the save fails, SupersededError if a
         later attempt has begun, RuntimeError if a peer is gone; on rank 0 also as `_end_journal`.
+        Raise UsageError behind an error of `track`: nothing is to take the checkpoints' place.
         """
         if self._over:
             return
+        if self._manager.objects and not self._has_tracked:
+            raise UsageError(
+                "the run ends although run.track has raised an error, and what the run has is not"
+                " loaded",
+                hint="let the error of run.track end the script",
+            )
         is_stop = isinstance(event, Stopped)
         self._precision.look()
         self._refuse_non_finite()
@@ -181,8 +188,8 @@ class Worker(Member):
 
     @property
     def _has_tracked(self) -> bool:
-        """Whether `track` was called."""
-        return bool(self._manager.objects)
+        """Whether `track` was called, and has raised no error."""
+        return self._manager.has_tracked
 
     @property
     def resumed(self) -> bool:

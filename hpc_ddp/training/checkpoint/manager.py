@@ -61,6 +61,7 @@ class CheckpointManager:
         self.trained = TrainedParameters()
         self._best_values = BestValues()
         self.resumed = False  # by `track`
+        self.has_tracked = False  # `track` has ended without an error
         # Whether one rank reads for all what they have alike: on one node they share its cache.
         self.shares_reads = False
         self.objects: dict[str, Any] = {}  # these three as `track` was given them
@@ -112,6 +113,7 @@ class CheckpointManager:
         rng.seed_all(derive(self._seed, self._dims.stream, 0, 0), self._devices)
         checkpoint = self._checkpoints.restore()
         if checkpoint is None:
+            self.has_tracked = True
             return
         for name, current in self._facts().items():
             if (stored := checkpoint.index.shared.get(name)) != current:
@@ -138,6 +140,7 @@ class CheckpointManager:
         first = checkpoint.index.first_of_stream(self._dims.stream)
         if first is not None:
             self.generators.load(checkpoint.values_of(first))
+        self.has_tracked = True
 
     def note_flags(self) -> None:
         """At the first call note, for each tracked model, which parameters need gradients and which

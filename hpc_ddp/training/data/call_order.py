@@ -54,15 +54,16 @@ class CallOrder:
 
         Notes the loop, here and in `position`, and at its end whether the script left it by
         ``break``. Prints a line for a loop that was left, and a warning for a second one of the
-        same total. Raise UsageError if `track` was not called, inside another loop, or if `total`
-        is no int.
+        same total. Raise UsageError if not `is_tracked`, inside another loop, or if `total` is no
+        int.
         """
         if not isinstance(total, int):
             raise UsageError(f"run.{loop} was given {total!r}; accepted: a whole number")
         if not is_tracked:
             raise UsageError(
-                "run.track was not called: a checkpoint would hold nothing",
-                hint="run.track(model=model, optimizer=optimizer) before the loop",
+                "run.track was not called, or has raised an error: a checkpoint would hold nothing",
+                hint="run.track(model=model, optimizer=optimizer) before the loop; let its error"
+                " end the script",
             )
         self.end_left_loop(begins=True)
         if self.loop:
