@@ -164,12 +164,12 @@ class Supervisor:
                 self._tear_down(peer)
             else:
                 self._give_notice(names[0], child)
-        if self.watch.is_due():
+        if self.watch.begin_look_if_due():
             self._look_at_attempt(child)
         if now >= self._next_poll:
             self._next_poll = now + POLL_EVERY_S
             self._poll_node(child, now)
-        if self.watch.is_fence_due():
+        if self.watch.begin_fence_if_due():
             self._end_if_superseded(now)
         if self.notice and now >= self._noticed_at + LEAD_S and not self._kill_at:
             self._end_late_workers(now)

@@ -41,14 +41,14 @@ class AttemptWatch:
         if self._folder and INTERACTIVE in os.environ:
             self._folder.close()  # the shell with the batch script may be on the login node
         self._look_at = self._quick_until = 0.0  # all by `time.monotonic()`
-        self._fenced_at = -math.inf  # the last time that `is_fence_due` was True
+        self._fenced_at = -math.inf  # the last time that `begin_fence_if_due` was True
 
     @property
     def is_quiet(self) -> bool:
         """Whether this supervisor is told of each change, so that it need not look often."""
         return self.links.is_whole and (self._folder is None or self._folder.works)
 
-    def is_due(self) -> bool:
+    def begin_look_if_due(self) -> bool:
         """Begin a new pause after a wake-up, and where the last pause is over. Return whether one
         has begun: ``notice``, ``failed`` and ``end-time`` are to be read now. A pause lasts
         `LOOK_EVERY_S`, and far longer while `is_quiet`, but not in the first `QUICK_S` after a
@@ -73,10 +73,10 @@ class AttemptWatch:
                 return True
         return is_woken
 
-    def is_fence_due(self) -> bool:
-        """Begin a new pause where the last one is over; return whether it was: whether to look now
-        if a later attempt has begun. A pause lasts `FENCE_EVERY_S`, and longer while the peers on
-        other nodes are all connected.
+    def begin_fence_if_due(self) -> bool:
+        """Begin a new pause if the last one is over. Return whether one has begun: this supervisor
+        is then to look for a later attempt. A pause lasts `FENCE_EVERY_S`; it lasts longer
+        (`_quiet_fence_s`) for a supervisor with peers on other nodes while it `is_quiet`.
 
         Where a later attempt runs, behind a cut link or beside a dead slurmd, peers of this attempt
         are gone. A job of one node has no such sign. Nor have nodes that have lost the controller

@@ -50,7 +50,7 @@ def looks(watch: AttemptWatch, clock: Clock, seconds: int) -> int:
     """Return how often the files are due within some seconds."""
     count = 0
     for _ in range(10 * seconds):
-        count += watch.is_due()
+        count += watch.begin_look_if_due()
         clock.now += 0.1
     return count
 
@@ -73,15 +73,15 @@ def test_looks_are_rare_where_each_change_is_told(
     fence_every_s: float,
 ) -> None:
     watch = AttemptWatch(place_of(attempt), task)
-    assert watch.is_due()
-    assert watch.is_fence_due()
+    assert watch.begin_look_if_due()
+    assert watch.begin_fence_if_due()
     assert looks(watch, clock, int(every_s) - 1) == 0
     clock.now += 1.1
-    assert watch.is_due()
-    assert watch.is_fence_due() is (every_s == fence_every_s)
-    assert not watch.is_fence_due()
+    assert watch.begin_look_if_due()
+    assert watch.begin_fence_if_due() is (every_s == fence_every_s)
+    assert not watch.begin_fence_if_due()
     clock.now += fence_every_s
-    assert watch.is_fence_due()
+    assert watch.begin_fence_if_due()
 
 
 def test_without_links_the_disk_is_asked_each_second(
@@ -89,13 +89,13 @@ def test_without_links_the_disk_is_asked_each_second(
 ) -> None:
     peers.is_whole = False
     watch = AttemptWatch(place_of(attempt), Task(1, 3))
-    assert watch.is_due()
-    assert watch.is_fence_due()
+    assert watch.begin_look_if_due()
+    assert watch.begin_fence_if_due()
     assert 9 <= looks(watch, clock, int(10 * LOOK_EVERY_S)) <= 10
     clock.now += FENCE_EVERY_S - 10.0 + 0.1
-    assert watch.is_fence_due()
+    assert watch.begin_fence_if_due()
     peers.is_whole = True
-    assert watch.is_due()
+    assert watch.begin_look_if_due()
     assert looks(watch, clock, 30) == 0
 
 
@@ -103,11 +103,11 @@ def test_a_peer_that_has_gone_makes_it_look_for_a_later_attempt(
     attempt: AttemptFolder, clock: Clock, peers: Peers
 ) -> None:
     watch = AttemptWatch(place_of(attempt), Task(1, 3))
-    assert watch.is_fence_due()
+    assert watch.begin_fence_if_due()
     clock.now += FENCE_EVERY_S + 0.1
-    assert not watch.is_fence_due()
+    assert not watch.begin_fence_if_due()
     peers.is_whole = False
-    assert watch.is_fence_due()
+    assert watch.begin_fence_if_due()
 
 
 def test_a_lone_node_looks_for_a_later_attempt_by_itself(
@@ -115,19 +115,19 @@ def test_a_lone_node_looks_for_a_later_attempt_by_itself(
 ) -> None:
     """Its slurmd may be dead, and the job requeued, with no peer to be gone."""
     watch = AttemptWatch(place_of(attempt), Task(0, 1))
-    assert watch.is_fence_due()
+    assert watch.begin_fence_if_due()
     clock.now += FENCE_EVERY_S + 0.1
-    assert watch.is_fence_due()
+    assert watch.begin_fence_if_due()
 
 
 def test_a_wake_up_makes_it_look_at_once_and_some_more_times(
     attempt: AttemptFolder, clock: Clock, peers: Peers
 ) -> None:
     watch = AttemptWatch(place_of(attempt), Task(1, 3))
-    assert watch.is_due()
+    assert watch.begin_look_if_due()
     peers.is_woken = True
-    assert watch.is_due()
-    assert not watch.is_due()
+    assert watch.begin_look_if_due()
+    assert not watch.begin_look_if_due()
     count = looks(watch, clock, int(QUICK_S) + 2)
     assert QUICK_S - 1 <= count <= QUICK_S + 1
     assert looks(watch, clock, int(QUIET_S) - 5) == 0
@@ -138,18 +138,18 @@ def test_the_first_supervisor_sees_what_the_batch_script_writes_and_wakes_the_ot
     attempt: AttemptFolder, clock: Clock, peers: Peers
 ) -> None:
     watch = AttemptWatch(place_of(attempt), Task(0, 3))
-    assert watch.is_due()
+    assert watch.begin_look_if_due()
     (attempt.path / "printed").write_text("of no concern")
-    assert not watch.is_due()
+    assert not watch.begin_look_if_due()
     for count, file in enumerate((attempt.notice, attempt.end_time, attempt.failed), 1):
         file.write_text("x")
-        assert watch.is_due()
-        assert not watch.is_due()
+        assert watch.begin_look_if_due()
+        assert not watch.begin_look_if_due()
         assert peers.woken == count
     assert watch._folder
     watch._folder.close()  # Linux tells nothing any more
     clock.now += QUICK_S + LOOK_EVERY_S
-    assert watch.is_due()
+    assert watch.begin_look_if_due()
     assert 9 <= looks(watch, clock, 10) <= 11
 
 
@@ -159,7 +159,7 @@ def test_beside_no_batch_script_the_disk_is_asked_each_second(
     """In an allocation the shell with the batch script may be on the login node."""
     monkeypatch.setenv("HPC_DDP_INTERACTIVE", "7")
     watch = AttemptWatch(place_of(attempt), Task(0, 3))
-    assert watch.is_due()
+    assert watch.begin_look_if_due()
     assert 9 <= looks(watch, clock, 10) <= 11
 
 
@@ -167,6 +167,6 @@ def test_other_supervisors_hear_of_the_files_by_their_links_alone(
     attempt: AttemptFolder, clock: Clock, peers: Peers
 ) -> None:
     watch = AttemptWatch(place_of(attempt), Task(1, 3))
-    assert watch.is_due()
+    assert watch.begin_look_if_due()
     attempt.notice.write_text("x")
-    assert not watch.is_due()
+    assert not watch.begin_look_if_due()
