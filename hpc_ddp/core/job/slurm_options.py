@@ -138,11 +138,12 @@ def with_own_keys(settings: dict[str, Any], accepted: Container[str] = _OF_KEYS)
 
 
 def split_raw(raw: str, command: str, example: str) -> tuple[str, str]:
-    """Return the whole name and the value, or '', of a raw option of srun or sbatch,
-    ``--name=value``.
+    """Return the whole name and the value of a raw option of srun or sbatch (`command`): of
+    ``--name=value``, or of ``--name``, whose value is ''. An alias, or the beginning of only one
+    name, becomes the whole name.
 
-    Raise UsageError for another form, a control character, and the beginning of several names;
-    `command` (``srun``) and `example` (``--gpu-bind=x``) are for the hint.
+    Raise UsageError for another form, ``--name=`` without a value, a control character, and the
+    beginning of several names. `example` (``--gpu-bind=x``) is for the hint.
     """
     if not re.match(r"--[a-z][\w-]*(=|$)", raw) or not raw.isprintable():
         raise UsageError(

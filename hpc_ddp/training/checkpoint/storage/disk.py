@@ -107,11 +107,13 @@ def draft(folder: Path, step: int, attempt: int) -> Path:
 
 
 def publish(draft_folder: Path, attempt: int) -> Path:
-    """Rename a complete draft to its final name, durably, and return the new path.
+    """Rename a complete draft to its final name, durably; add the new path to `intact`, and return
+    it.
 
-    An older folder of that name is first renamed: to `.old-` if it is `intact` or verifies (the
-    step was saved before and after the code at the end of an epoch), else to `.bad-`. Raise OSError
-    if a rename fails, or the sync after it: then the draft has its final name already.
+    An older folder of that name is renamed first, as where the step was saved before and after the
+    code at the end of an epoch: to `.old-` if it is in `intact` or verifies, for which all of it is
+    read, else to `.bad-`. Raise OSError if a rename fails, or the sync behind the last one: the
+    draft then has its final name.
     """
     final = draft_folder.with_name(f"step-{step_of(draft_folder)}")
     if final.exists():
