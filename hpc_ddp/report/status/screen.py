@@ -29,9 +29,9 @@ _MAIN = f"import sys; sys.path[0] = {_ROOT!r}; from hpc_ddp.cli.main import main
 
 
 def watch(root: Path) -> None:
-    """Show the runs in `root` on the terminal, and obey keys, until the user presses q or Ctrl-C.
-    Raise UsageError where there is no terminal or it can't show a screen, OSError if the folder
-    can't be read."""
+    """Show the runs in `root` on the terminal, and obey the keys of `KEYS`, until the user presses
+    q or Ctrl-C. Raise UsageError where there is no terminal or it can't show a screen; OSError
+    where the folder can't be read, or the command of a key can't be started."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise UsageError(
             "--watch needs a terminal", hint="in a script: hpc-ddp status --json, once a minute"
@@ -61,7 +61,7 @@ class Screen:
 
     def run(self) -> None:
         """Read the runs every `READ_S`, draw, and obey keys, until the user quits. Raise OSError if
-        the folder can't be read."""
+        the folder can't be read, or the command of a key can't be started."""
         while True:
             if time.monotonic() > self._read_at + READ_S:
                 self._read_runs()
@@ -117,7 +117,8 @@ class Screen:
                 self._window.addnstr(y, 0, text.ljust(width), width, style)
 
     def _obey(self, key: int) -> None:
-        """Do what a key of `KEYS` says, or move the selection; other keys do nothing."""
+        """Start the command of a key in `KEYS`, or move the selection; other keys do nothing. Raise
+        OSError if the command can't be started."""
         last = len(self._rows) - 1
         if key in (curses.KEY_UP, ord("k")):
             self._selected = max(self._selected - 1, 0)
