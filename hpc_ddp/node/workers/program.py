@@ -53,7 +53,7 @@ def run_command(name: str, *args: str) -> NoReturn:
         if os.getppid() != parent:  # it died before the line above
             os._exit(1)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        os._exit(_become(name, args))
+        os._exit(_exec(name, args))
     for number in NOTICE_SIGNALS:  # blocked as they are: others see that this process lives on
         signal.signal(number, lambda *_: None)
     tree = ProcessTree()
@@ -65,9 +65,11 @@ def run_command(name: str, *args: str) -> NoReturn:
     _end_as(next(filter(None, codes), status))
 
 
-def _become(name: str, args: Iterable[str]) -> int:
-    """Replace this process by the command `name` with `args`. Where it can't be started, print why,
-    and return a shell's code: 127 for a command that is not there, else 126."""
+def _exec(name: str, args: Iterable[str]) -> int:
+    """Replace this process by the command `name` with `args`, looked for by PATH, then beside this
+    Python. The command has PYTHONUNBUFFERED=1 unless the job sets that variable. Where the command
+    can't be started, print why, and return a shell's exit code: 127 where the command or its
+    interpreter is not there, else 126."""
     os.environ.setdefault("PYTHONUNBUFFERED", "1")  # as a script has it by python -u
     path = shutil.which(name) or shutil.which(name, path=os.path.dirname(sys.executable)) or name
     try:
