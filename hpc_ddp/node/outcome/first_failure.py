@@ -220,10 +220,12 @@ def error_of(failure: dict[str, Any], run: RunFolder, folder: NodeFolder) -> str
     """Return the error of a worker, '' without one; `failure` has the worker's ``rank``, its exit
     ``code`` and the ``time`` of its end, in unix seconds.
 
-    The error is looked for in the worker's log in the node's `folder`, and in its journal of the
-    last `JOURNALED_S` before the end; files that can't be read count as empty. A worker that died
-    of a signal has no error, apart from NCCL's or gloo's reason to abort (SIGABRT), and a hang
-    whose report has crashed (SIGSEGV).
+    For an exit code it is the first of these: the exception of the last traceback in the worker's
+    log in the node's `folder`; the error that the worker has journaled in the last `JOURNALED_S`
+    before its end; the hang that the watchdog's timer has written to the file of stacks; the line
+    of the log by which a script refuses its arguments. A worker that died of a signal has NCCL's or
+    gloo's reason to abort (SIGABRT), the hang whose report has crashed (SIGSEGV), or no error.
+    Files that can't be read count as empty.
     """
     rank, code = failure["rank"], failure["code"]
     log = folder.rank_log(rank)
