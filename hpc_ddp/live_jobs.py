@@ -76,7 +76,7 @@ class Queue:
         tasks. None without one, where the job's cluster can't be asked, and where the line is that
         of another run's job: a cluster that is set up anew begins its numbers anew.
 
-        Raise OSError where the job's script can't be looked at, and UsageError where Slurm's list
+        Raise OSError where a run's folder can't be looked at, and UsageError where Slurm's list
         of an array's waiting tasks can't be parsed.
         """
         jobs = self._jobs_of(job) or {}
@@ -122,9 +122,9 @@ class Queue:
 
 def is_of_another_run(run: RunFolder, script: str) -> bool:
     """Return whether `script`, the path of a job's script, belongs to another run than `run`, its
-    array and its tasks. False where the file is not here, has no ``job.json`` beside it, or is not
-    named as runs' scripts are: a site's sbatch may submit a copy. Raise OSError where it can't be
-    looked at."""
+    array and its tasks. False where the script, or a ``job.json`` beside it, is not here or can't
+    be looked at, and where the script is not named as runs' scripts are: a site's sbatch may submit
+    a copy. Raise OSError where the folder of one of the runs can't be looked at."""
     path = Path(script)
     if path.name != run.script.name or not os.path.isfile(path):
         return False
@@ -171,7 +171,7 @@ def describe_work(
     `Life.UNKNOWN`, unless the journal has its end. With `guesses` any job counts that may have been
     submitted without hpc-ddp for a run that has had no job, and, where this cluster can't be asked,
     a job whose end the journal has. The job `besides` does not count, unless another shell of it
-    works on the run. Raise OSError where a journal can't be read, or a job's script can't be looked
+    works on the run. Raise OSError where a journal can't be read, or a run's folder can't be looked
     at.
     """
     works = (_work_on(part, queue, besides, guesses) for part in (run, *run.tasks()))
@@ -302,7 +302,7 @@ def check_idle(run: RunFolder, is_forced: bool = False) -> None:
     UsageError
         a job or a process works on the run, or may
     OSError
-        the run's journal can't be read, or a job's script can't be looked at
+        the run's journal can't be read, or a run's folder can't be looked at
     """
     own_job = JobRef.of(os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_CLUSTER_NAME"))
     queue = read_queue()

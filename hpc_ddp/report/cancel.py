@@ -107,7 +107,7 @@ def _cancel_jobs(run: RunFolder, jobs: Sequence[JobRef], is_marked: bool) -> lis
 
     A verdict sees the run's mark and requeues no job. Without the mark (`is_marked`) Slurm is asked
     not to requeue them; that it refuses this is passed over. Raise HpcDdpError where Slurm gives no
-    answer or does not cancel them, and OSError where a job's script can't be looked at.
+    answer or does not cancel them, and OSError where a run's folder can't be looked at.
     """
     if not is_marked:
         for job in jobs:
@@ -184,7 +184,7 @@ def _live_jobs(
 def _may_be_of(run: RunFolder, queued: QueuedJob) -> bool:
     """Return whether a job has the name of the run, or a name with which that begins, up to a dash,
     and no script of another run's. Slurm is asked about such a job even if the journal does not
-    name it. Raise OSError where the job's script can't be looked at."""
+    name it. Raise OSError where a run's folder can't be looked at."""
     # A run is named NAME-USER, and its job NAME, where another user has runs of that name.
     has_name = queued.name == run.name or run.name.startswith(f"{queued.name}-")
     return has_name and not is_of_another_run(run, queued.script)
