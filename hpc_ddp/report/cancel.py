@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import time
@@ -15,7 +16,7 @@ from hpc_ddp.core.errors import HpcDdpError, UsageError
 from hpc_ddp.core.file_io import write_json
 from hpc_ddp.core.file_owners import check_executable
 from hpc_ddp.core.job.job_ref import JobRef
-from hpc_ddp.core.journal.events import Cancelled, Started, Submitted, VerdictGiven
+from hpc_ddp.core.journal.events import Cancelled, JournalEvent, Started, Submitted, VerdictGiven
 from hpc_ddp.core.journal.journal import is_finished, last_event
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.live_jobs import (
@@ -53,34 +54,23 @@ def cancel(run: RunFolder) -> None:
         a job is live after the wait, a job may be another run's, or a job or process can't be
         asked for from here
     OSError
-        the run's folder can't be read
+        the run's folder or a task's can't be read or looked at; no job is cancelled then, but
+        processes may have got SIGTERM
     """
     check_executable(run)
     is_done = _is_done(run)
-    jobs: list[JobRef] = []
-    ended: list[JobRef] = []
-    unclear: list[str] = []
-    is_marked = True
-    for folder in (run, *run.tasks()):
-        if folder is not run and folder.finished():
-            continue
-        events = folder.events()
-        jobs += folder.jobs(events)
-        ended += ended_jobs(folder, events)
-        is_marked &= is_done or _mark(folder, folder.jobs(events))
-        started, work = last_event(events, Started), process_of(events)
-        if started and started.pid and work and work.life is Life.LIVE:
-            with suppress(ProcessLookupError):  # it has ended just now
-                os.kill(started.pid, signal.SIGTERM)
-        elif work:
-            unclear.append(work.text)
+    tasks = (task for task in run.tasks() if not task.finished())
+    parts = [_end_part(folder, is_done) for folder in itertools.chain([run], tasks)]
+    jobs = [job for part in parts for job in part.jobs]
+    ended = [job for part in parts for job in part.ended]
+    unclear = [part.unclear for part in parts if part.unclear]
     if run.is_task:
         jobs = _jobs_of_task(run, jobs)
     queue = Queue(slurm.queue(is_patient=True)) if jobs else read_queue()
     targets, unclear_jobs = _live_jobs(run, jobs, ended, queue)
     unclear += unclear_jobs
     if targets:
-        unclear += _cancel_jobs(run, targets, is_marked)
+        unclear += _cancel_jobs(run, targets, all(part.is_marked for part in parts))
     if unclear:
         raise HpcDdpError(
             f"of run {run.path} not cancelled: {'; '.join(unclear)}",
@@ -99,6 +89,38 @@ def _is_done(run: RunFolder) -> bool:
     ):
         raise UsageError(f"run {run.path} is finished", hint=f"hpc-ddp status {run.quoted}")
     return is_done
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A run or a task that `_end_part` has marked: its jobs by the journal, and those of them that
+    are over; whether the disk has taken the mark, and a sentence about a process that can't be seen
+    from here, '' without one."""
+
+    jobs: Sequence[JobRef]
+    ended: Sequence[JobRef]
+    is_marked: bool
+    unclear: str
+
+
+def _end_part(folder: RunFolder, is_done: bool) -> _Part:
+    """Mark a run or a task, unless it `is_done`, and send SIGTERM to its process on this machine.
+    Raise OSError where the journal can't be read."""
+    events = folder.events()
+    jobs = folder.jobs(events)
+    is_marked = is_done or _mark(folder, jobs)
+    return _Part(jobs, ended_jobs(folder, events), is_marked, _end_process(events))
+
+
+def _end_process(events: Sequence[JournalEvent]) -> str:
+    """Send SIGTERM to the process of the newest start, if it runs on this machine. Return a
+    sentence about one that can't be seen from here, else ''."""
+    started, work = last_event(events, Started), process_of(events)
+    if started and started.pid and work and work.life is Life.LIVE:
+        with suppress(ProcessLookupError):  # it has ended just now
+            os.kill(started.pid, signal.SIGTERM)
+        return ""
+    return work.text if work else ""
 
 
 def _cancel_jobs(run: RunFolder, jobs: Sequence[JobRef], is_marked: bool) -> list[str]:
