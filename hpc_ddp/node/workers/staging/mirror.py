@@ -18,6 +18,7 @@ from io import BytesIO
 from pathlib import Path
 
 from hpc_ddp.core.attempt_env import OPENED_FILES
+from hpc_ddp.core.file_io import list_names
 
 TREE = "@HPC_DDP_NEAR@"  # in place of the tree's path, which a node alone knows
 SITES = ("site-packages", "dist-packages", "conda-meta")  # that an install changes
@@ -263,18 +264,17 @@ def mapped_files(record: Path) -> set[str]:
 
 
 def mirror_of(record: Path, lines: Iterable[str]) -> Mirror:
-    """Return the mirror of the paths in `lines`, which `sitecustomize` has noted in `record`, of
-    the mapped files, and of the files that Python reads before ``sitecustomize``.
+    """Return the mirror of an environment. `lines` are the notes of `sitecustomize` in the file
+    `record`: the path of an opened file or a listed folder; ``root PATH``, a folder of the
+    environment; ``python PATH``, an executable; ``written PATH``, a file that the job writes. Other
+    lines are ignored. The mirror has, besides, the files that processes have mapped, and those that
+    Python reads before ``sitecustomize``: ``pyvenv.cfg`` and ``*.pth``.
 
-    The record lies in the run's folder on this node. Paths in a tree there count as those of the
-    environment that the tree mirrors. Raises OSError where a folder can't be listed.
+    `record` lies in the run's folder on this node; a path in a tree there counts as the path of the
+    environment that the tree mirrors. Raises OSError where a folder, or /proc, can't be listed.
     """
     in_tree = re.compile(rf"^{re.escape(str(record.parent))}/environment-[^/]*(?=/)")
-    paths: dict[str, set[str]] = {"root": set(), "python": set(), "written": set(), "": set()}
-    for line in lines:
-        kind, _, path = ("", "", line) if line.startswith("/") else line.partition(" ")
-        if path and kind in paths:
-            paths[kind].add(in_tree.sub("", path))
+    paths = _paths_by_kind(lines, in_tree)
     roots = paths["root"]
     mirror = Mirror(frozenset(roots), frozenset(map(os.path.realpath, paths["written"])))
     mirror.pythons = frozenset(in_tree.sub("", path) for path in paths["python"])
@@ -282,7 +282,20 @@ def mirror_of(record: Path, lines: Iterable[str]) -> Mirror:
         mirror.add(in_tree.sub("", path))
     for root in roots:
         mirror.add(os.path.join(root, "pyvenv.cfg"))
-        for site_file in Path(root).glob("*.pth"):
-            mirror.add(str(site_file))
+        for name in list_names(Path(root)):
+            if name.endswith(".pth"):
+                mirror.add(os.path.join(root, name))
     mirror.add_searched()
     return mirror
+
+
+def _paths_by_kind(lines: Iterable[str], in_tree: re.Pattern[str]) -> dict[str, set[str]]:
+    """Return the paths in lines of a record, by the word before them: ``root``, ``python`` or
+    ``written``, '' for the path of a file or folder alone. `in_tree` matches the beginning of a
+    path in a tree, which is left out."""
+    paths: dict[str, set[str]] = {"root": set(), "python": set(), "written": set(), "": set()}
+    for line in lines:
+        kind, _, path = ("", "", line) if line.startswith("/") else line.partition(" ")
+        if path and kind in paths:
+            paths[kind].add(in_tree.sub("", path))
+    return paths
