@@ -8,7 +8,8 @@ import re
 from hpc_ddp.core.errors import UsageError
 
 _TIMES = (("s", 1.0, 119.5), ("min", 60.0, 119.5), ("h", 3600.0, 47.5), ("d", 86400.0, math.inf))
-_BYTES = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
+# With the count from which on each counts: less is not rounded to 1000 of the unit below.
+_BYTES = (("TB", 1e12, 999.95e9), ("GB", 1e9, 999.95e6), ("MB", 1e6, 999.95e3), ("kB", 1e3, 999.5))
 
 
 def duration(seconds: float) -> str:
@@ -29,8 +30,8 @@ def brief_duration(seconds: float) -> str:
 
 def byte_count(count: float) -> str:
     """Return a number of bytes in its largest decimal unit: ``4.2 GB``, ``512 B``."""
-    for unit, size in _BYTES:
-        if count >= 0.99995 * size:  # else it would be rounded to 1000.0 of the unit below
+    for unit, size, least in _BYTES:
+        if count >= least:
             return f"{count / size:.1f} {unit}"
     return f"{count:.0f} B"
 

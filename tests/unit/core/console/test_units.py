@@ -47,6 +47,7 @@ def test_times_sizes_speeds_and_counts_have_units() -> None:
     assert [brief_duration(s) for s in (0.0996, 9.96, 99.6)] == ["0.1 s", "10 s", "100 s"]
     assert [byte_count(n) for n in (0, 999, 4_200_000_000)] == ["0 B", "999 B", "4.2 GB"]
     assert [byte_count(n) for n in (999_949_999, 999_960_000)] == ["999.9 MB", "1.0 GB"]
+    assert [byte_count(n) for n in (999.4, 999.7)] == ["999 B", "1.0 kB"]  # a mean, say
     assert [speed(s) for s in (850.0, 999.6, 12_400.0)] == ["850 MB/s", "1.0 GB/s", "12.4 GB/s"]
     assert [plural(n, "step") for n in (0, 1, 2)] == ["0 steps", "1 step", "2 steps"]
 
