@@ -126,7 +126,8 @@ class _Walk:
         # The top level of a module runs at an import, its functions whenever they are called.
         last = reading.last_import if path == self.script else math.inf
         early = [(line, change) for line, change in reading.settings if line < last]
-        for line, change in (*reading.changes, *early):
+        if changes := [*reading.changes, *early]:
+            line, change = changes[0]
             raise UnfitError(f"{path.name}, line {line}, changes {change}")
         for step in reading.steps:
             if isinstance(step, int):

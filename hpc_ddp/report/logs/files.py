@@ -203,22 +203,21 @@ class LogFile:
         is_last: bool,
         cuts: Sequence[Cut],
         content: bytes | None = None,
-        chunk: int = CHUNK_BYTES,
+        size: int = CHUNK_BYTES,
     ) -> Iterator[Block]:
         """Yield the new lines in blocks: a block ends at the last line break before each of the
-        `cuts`, whose sizes rise. `is_last`, `content` and `chunk` are as in `new_text`, where
-        `chunk` is `size`."""
+        `cuts`, whose sizes rise. `is_last`, `content` and `size` are as in `new_text`."""
         next_cut = 0
-        for text in self.new_text(is_last, content, chunk):
+        for text in self.new_text(is_last, content, size):
             begin, at = self.position - len(text), 0
             while at < len(text):
                 while next_cut < len(cuts) and cuts[next_cut].size <= begin + at:
                     next_cut += 1
                 end, is_alone = len(text), False
                 if next_cut < len(cuts):
-                    size, is_alone = cuts[next_cut]
-                    if size < begin + end:
-                        end = text.rfind(b"\n", at, size - begin) + 1
+                    cut, is_alone = cuts[next_cut]
+                    if cut < begin + end:
+                        end = text.rfind(b"\n", at, cut - begin) + 1
                         next_cut += 1
                 if end > at:
                     first = text.find(b"\n", at, end) + 1 or end

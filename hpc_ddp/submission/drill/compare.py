@@ -291,7 +291,7 @@ def describe(part: str) -> str:
     return words.get(kind, f"the {kind} `{name}`")
 
 
-def rounding(difference: Difference) -> str:
+def describe_rounding(difference: Difference) -> str:
     """Return the words for a difference that comes only from another order of sums; its `relative`
     is known."""
     return (

@@ -231,7 +231,7 @@ class _Drill:
         report = self._result
         if difference.is_rounding:
             report.verdict = "sums"
-            report.why = report.why or compare.rounding(difference)
+            report.why = report.why or compare.describe_rounding(difference)
             return True
         report.verdict = "wrong"
         if difference.attempt == 0:

@@ -258,13 +258,21 @@ def over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     values = {key: value for key, value in below.items() if key not in replaced}
     if "script" in above:  # the kind of the program below is not that of this one
         values = {key: value for key, value in values.items() if key not in NO_FILE}
+    merged = _merge_env(below, above)
+    return {**values, **above, **{key: merged[key] for key in merged if key in {**below, **above}}}
+
+
+def _merge_env(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``env`` and ``env-names`` of the layers `below` and `above`, merged as `over` says; a
+    variable of both layers is where the layer above has it."""
     settled = "|".join(names for key, names in _SETTLED_ENV.items() if above.get(key)) or "(?!)"
     env, names = above.get("env", {}), above.get("env-names", ())
     lower = {k: text for k, text in below.get("env", {}).items() if not re.fullmatch(settled, k)}
     passed_on = [name for name in (*below.get("env-names", ()), *names) if name not in env]
-    merged = {"env": {k: text for k, text in lower.items() if k not in names} | env}
-    merged["env-names"] = [*dict.fromkeys(passed_on)]
-    return {**values, **above, **{key: merged[key] for key in merged if key in {**below, **above}}}
+    return {
+        "env": {k: text for k, text in lower.items() if k not in names} | env,
+        "env-names": [*dict.fromkeys(passed_on)],
+    }
 
 
 def _site_layer(path: Path, home: Path, operators_file: Path | None) -> Layer:

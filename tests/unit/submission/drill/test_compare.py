@@ -125,7 +125,7 @@ def test_another_order_of_sums_is_no_failure_unless_it_grows(
     assert difference.kind == "gradients"
     assert difference.relative == pytest.approx(1e-7, rel=0.01)
     assert difference.is_rounding == is_rounding
-    assert "added up in another order" in compare.rounding(difference)
+    assert "added up in another order" in compare.describe_rounding(difference)
 
 
 def test_other_random_numbers_are_no_rounding() -> None:
