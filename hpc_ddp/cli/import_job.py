@@ -39,7 +39,7 @@ from hpc_ddp.submission.settings.user import home_folder
 def import_(job_script: Path, args: tuple[str, ...], output: Path | None, site: str | None) -> None:
     """Write hpc-ddp.toml for JOB_SCRIPT, a script for sbatch, and its ARGS; it is not run.
 
-    Beside each value is the line that it comes from. It prints what becomes of each line:
+    Beside each value is the line that it comes from. The command prints what becomes of each line:
     taken over, set by hpc-ddp itself, or not taken over, with what to do. A file that is there is
     left as it is, and the difference is shown. Call it where you call sbatch.
 
@@ -130,9 +130,9 @@ def _render(conversion: Conversion, path: Path, cwd: Path, home: Path) -> list[s
     and return sentences about it.
 
     `path` is the project file's, for messages: no other project file counts. `cwd` is the working
-    directory of the job, `home` the folder of the user's site files. Variables to pass on that are
-    not set here do not count. Raise UsageError for a job that is refused, OSError where the program
-    can't be read.
+    directory of the job, `home` the folder of the user's site files. Variables of ``env-names``
+    that this shell lacks are left out. Raise UsageError for a job that is refused, OSError where
+    the program can't be read.
     """
     settings: dict[str, Any] = conversion.settings()
     names = settings.pop("env-names", [])

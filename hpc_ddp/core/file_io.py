@@ -275,7 +275,8 @@ def read_word(path: Path) -> str:
 
 
 def read_seconds(path: Path) -> float | None:
-    """Return the number in a file like `end-time`; None where it is missing, empty or no number."""
+    """Return the number in a file like `end-time`, as `float` reads it (``inf``, too); None where
+    the file is missing, empty or no number."""
     try:
         return float(read_word(path))
     except ValueError:

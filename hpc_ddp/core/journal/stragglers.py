@@ -56,8 +56,8 @@ def summarize_times(
 
     `data_s` and `busy_s` are, by rank, the wait for data and the own work (None: not measured);
     `nodes` are the ranks' nodes. There is one rank or more. Times are mean seconds per step;
-    `step_s` is rank 0's whole step. The event has the `MOST_RANKS` ranks that exceed the median of
-    all most, by either time.
+    `step_s` is rank 0's whole step. The event has the `MOST_RANKS` ranks that lie furthest above
+    the median of all ranks, by either time.
     """
     excess = [_excess(own_s) for own_s in (data_s, busy_s) if own_s]
     largest = [max(of_rank) for of_rank in zip(*excess, strict=True)]

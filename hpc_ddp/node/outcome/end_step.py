@@ -109,7 +109,8 @@ def _is_last_moment(env: AttemptEnv, job_id: str, grace_s: float) -> bool:
 
 def _kill_step(shell: int, why: str) -> None:
     """Send SIGKILL to the launchers and preflights among the children of the batch script, whose
-    process id is `shell`; print for each that it is killed, and `why`."""
+    process id is `shell`; print for each that it is killed, and `why`. A process that is gone is
+    passed over."""
     for pid in children_by_parent().get(shell, []):
         with suppress(OSError):
             name = proc_text(pid, "comm").strip()

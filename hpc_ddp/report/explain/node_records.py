@@ -88,8 +88,7 @@ def _read_failures(
     node: NodeFolder, files: Mapping[str, SmallFile | None]
 ) -> list[RecordedFailure]:
     """Return the failures in those of a node's files that are records (``record*.json``); damaged
-    ones are left out. `files` are by name; None stands for one to read from disk, as `_record`
-    does."""
+    ones are left out. `files` are by name; a file for which there is None is read from disk."""
     failures = []
     for name, small in files.items():
         entries = None

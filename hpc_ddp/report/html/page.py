@@ -187,8 +187,8 @@ def _settings(history: RunHistory) -> list[tuple[str, str]]:
 
 
 def _as_text(setting: Any) -> str:
-    """Return the value of a setting as text: the entries of a table or list on a line each, and
-    ``yes`` or ``no`` for a flag."""
+    """Return the value of a setting as text: the entries of a table or list on a line each, those
+    of a list as `str` writes them, and ``yes`` or ``no`` for a flag."""
     if isinstance(setting, dict):
         return "\n".join(f"{name}={_as_text(entry)}" for name, entry in setting.items())
     if isinstance(setting, list):

@@ -152,7 +152,7 @@ def read_statuses(
     count_run: Callable[[], None] = lambda: None,
 ) -> list[Status]:
     """Return the status of each run, in their order; that of a run that can't be read is
-    `unreadable`. Nothing is raised for it.
+    `unreadable`. No error of a run is raised.
 
     `count_run` is called after each run. The cache in `root` is read and written.
     """

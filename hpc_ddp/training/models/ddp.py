@@ -268,7 +268,8 @@ class BucketOrders:
 
     def load(self, orders: Sequence[Sequence[int]]) -> None:
         """Keep `orders`, which `values` has returned in an earlier attempt, for models that will be
-        added, and fix those of the models that were added already; it is a collective."""
+        added, and fix those of the models that were added already: a collective, which sets their
+        gradients to None. Raise RuntimeError if a peer is gone."""
         self._loaded = orders
         if len(self._models) > 1:
             gc.collect()  # or one that was let go would live on some of the ranks

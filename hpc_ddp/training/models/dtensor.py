@@ -173,7 +173,8 @@ def local_copies(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[torch.T
 
 def make_copies_equal(model: torch.nn.Module, device: torch.device) -> None:
     """Overwrite this rank's part of each parameter that is a DTensor with that of the first rank
-    that has the same part; the numbers travel through `device`. All ranks call it."""
+    that has the same part; the numbers travel through `device`. Buffers stay as they are. All ranks
+    call it; raise RuntimeError if a peer is gone."""
     for parameter in model.parameters():
         if not is_sharded(parameter):
             continue

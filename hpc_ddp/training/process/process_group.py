@@ -110,8 +110,8 @@ def _set_global_ranks(device: torch.device, world_size: int) -> None:
 
 
 def _store_of(timeout: timedelta) -> dict[str, Any]:
-    """Return torch's store for ``env://``, with a prefix for all keys, and this process's rank and
-    world size in it, as arguments of ``init_process_group``. Raise torch's errors where the store
+    """Return the arguments of ``init_process_group``: torch's store for ``env://``, with a prefix
+    before all keys, and this process's rank and world size. Raise torch's errors where the store
     can't be reached or made.
 
     Without the supervisor's prefix, ranks of two runs that have come to one port would form a
