@@ -29,6 +29,7 @@ _NUMBER = re.compile(
 _DAY = re.compile(r"\b(?:Mon|Tue|Wed|Thu|Fri|Sat|Sun)\b")
 # Of the test cluster: it has no reverse names, and only pretends to have GPUs.
 _CLUSTER = re.compile(r"\bhd\d+\b")  # of the process of pytest that has it
+_EPOCH = re.compile(r"^epoch \d+ +step .*\n?", re.M)
 _PROGRESS = re.compile(r"^step \d+/\d+ .*\n?", re.M)  # a line every so many seconds
 NOISE = re.compile(r"^\[W.*(?:hostname of the client socket|socket\.cpp).*\n?", re.M)
 
@@ -83,6 +84,9 @@ def same(shown: str, printed: str) -> bool:
 
 
 def _plain(text: str) -> list[str]:
+    # A loaded machine trains longer before a preemption comes.
+    epochs = sorted(set(_EPOCH.findall(text)))
+    text = "\n".join([_EPOCH.sub("", text), *epochs])
     text = _PROGRESS.sub("", NOISE.sub("", text))
     text = _CLUSTER.sub("CLUSTER", _RUN_ID.sub("RUN", text))
     text = _DAY.sub("DAY", _NUMBER.sub("0", text))
