@@ -58,9 +58,10 @@ class NodeFolder:
 
     def pids(self) -> list[Path]:
         """Return the files with the process ids of the workers that have started, with a `rank`
-        only that worker's; [] before. Raise OSError where the folder can't be listed."""
+        only that worker's; [] before. Raise OSError where the folder is gone, as one that a user
+        has removed, or can't be listed: workers may run then."""
         pattern = f"rank-{'*' if self.rank is None else self.rank}.pid"
-        return [self.path / name for name in fnmatch.filter(list_names(self.path), pattern)]
+        return [self.path / name for name in fnmatch.filter(os.listdir(self.path), pattern)]
 
     def records(self) -> list[Path]:
         """Return the files in which the node's tasks have recorded their ends so far, by name; []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,17 @@ def test_workers_that_can_not_be_seen_are_given_their_time(
     clock.now += 1.0
     watcher._poll(agent)
     assert agent.killed
+
+
+def test_workers_whose_folder_a_user_has_removed_are_given_their_time(
+    attempt: AttemptFolder, clock: Clock, sent: list[tuple[int, int]]
+) -> None:
+    """They read the node's own notice."""
+    watcher, agent = make_supervisor(attempt, end_time=1060.0), make_agent()
+    shutil.rmtree(watcher.folder.path)
+    watcher.signals.seen += [signal.SIGTERM]
+    watcher._poll(agent)
+    assert (watcher.notice, sent, agent.killed) == ("SIGTERM", [], False)
 
 
 def test_a_signal_after_a_peers_failure_is_a_teardown(
