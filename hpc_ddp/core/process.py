@@ -11,7 +11,7 @@ import socket
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -231,3 +231,14 @@ def _exists(pid: int) -> str | None:
     except OSError:
         return None
     return "running"
+
+
+def keep_folder_out() -> None:
+    """Let the Pythons that multiprocessing starts beside this one, by ``python -c``, import nothing
+    from the working directory, in which other users may have files. They get this process's search
+    path all the same. Python before 3.11 has no such flag: nothing is changed."""
+    from multiprocessing import util
+
+    flags: Callable[[], list[str]] = util._args_from_interpreter_flags  # type: ignore[attr-defined]
+    if sys.version_info >= (3, 11) and "-P" not in flags():
+        util._args_from_interpreter_flags = lambda: [*flags(), "-P"]  # type: ignore[attr-defined]

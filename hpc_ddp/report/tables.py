@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hpc_ddp.core.checkpoints import Health
-from hpc_ddp.core.console.terminal import printable
+from hpc_ddp.core.console.terminal import one_line
 from hpc_ddp.core.console.units import byte_count, duration, speed
 from hpc_ddp.core.journal.events import PreflightEnded
 
@@ -23,7 +23,7 @@ def columns(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """Return rows below a header, in aligned columns; the header alone without rows. None is shown
     as ``-``, and control characters in the rows are replaced. Raise ValueError for a row of another
     length than the header."""
-    cells = [["-" if cell is None else printable(str(cell)) for cell in row] for row in rows]
+    cells = [["-" if cell is None else one_line(str(cell)) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(header, *cells, strict=True)]
     lines = (
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

@@ -16,6 +16,12 @@ def printable(text: str) -> str:
     return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
+def one_line(text: str) -> str:
+    """Return a text `printable`, with a blank for each end of a line and each tab: a name or a
+    reason of another user's run can't look like a line of its own."""
+    return printable(re.sub(r"[\t\n]", " ", text))
+
+
 def write_output(content: bytes) -> None:
     """Write bytes to the process's stdout, past Python's buffer. Where stdout takes no more, as on
     a full disk, the rest of the bytes is lost; nothing is raised."""

@@ -15,6 +15,8 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
+from hpc_ddp.core.process import keep_folder_out
+
 PR_SET_MM, PR_SET_MM_MAP = 35, 14
 LIB = str(Path(__file__).parents[3])  # the folder of node.py and its package
 # Fields of /proc/self/stat (man 5 proc) for `struct prctl_mm_map`, up to the start of the stack.
@@ -49,6 +51,7 @@ class ForkedScript:
         sys.orig_argv[:] = command
         sys.path[:] = search_path(script)
         importlib.invalidate_caches()
+        keep_folder_out()
         _seed_anew()
         module = ModuleType("__main__")
         module.__file__ = os.path.abspath(script)

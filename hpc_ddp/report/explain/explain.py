@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 import shlex
+import sys
 import time
 from collections import Counter
 from dataclasses import replace
@@ -51,7 +52,9 @@ MOST_TRIALS = 8  # that are named, of a sweep
 _USUAL_REASONS = ("Priority", "Resources")  # the job only has to wait its turn
 # Hints that start nothing. Others may have a command of the run's, or of its logs: they are given
 # for a run alone of which the user may start something.
-_SHOWS = re.compile(r"(wait|hpc-ddp (logs|explain)|python -m hpc_ddp\.training\.export)\b[^;|&`$]*")
+_SHOWS = re.compile(
+    r"(wait|hpc-ddp (logs|explain)|python -[PI] -m hpc_ddp\.training\.export)\b[^;|&`$]*"
+)
 _LIVE_KINDS = ("waiting", "running", "suspended", "ending")
 
 
@@ -164,7 +167,9 @@ def _explain_finished(facts: RunFacts) -> Explanation:
     if facts.verdict is not None and facts.verdict.why:
         text += f" {facts.verdict.why}."
     is_ours = facts.saved is not None and not facts.library
-    export = f"python -m hpc_ddp.training.export {quoted_path(facts)} model.safetensors"
+    # Else Python looks in the current folder first, in which others may have files.
+    flag = "-P" if sys.version_info >= (3, 11) else "-I"
+    export = f"python {flag} -m hpc_ddp.training.export {quoted_path(facts)} model.safetensors"
     return Explanation("finished", text, export if is_ours else "")
 
 

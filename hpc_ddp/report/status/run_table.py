@@ -13,7 +13,7 @@ from pathlib import Path
 
 from hpc_ddp import slurm
 from hpc_ddp.core.console.progress import ProgressBar
-from hpc_ddp.core.console.terminal import printable
+from hpc_ddp.core.console.terminal import one_line
 from hpc_ddp.core.console.units import duration
 from hpc_ddp.core.job.job_ref import JobRef
 from hpc_ddp.core.job.trackers import sync_commands
@@ -237,7 +237,7 @@ def _cells(row: Status) -> dict[str, str]:
         "left": _time_left(row),
         "why": "; ".join(filter(None, (row.slow, row.why))),
     }
-    texts = {name: "-" if cell is None else printable(str(cell)) for name, cell in cells.items()}
+    texts = {name: "-" if cell is None else one_line(str(cell)) for name, cell in cells.items()}
     return {n: text if n == "why" else _cut(text, WIDEST_CELL) for n, text in texts.items()}
 
 

@@ -11,6 +11,7 @@ from inspect import signature
 from typing import ParamSpec
 
 from hpc_ddp.core.errors import UsageError
+from hpc_ddp.core.process import keep_folder_out
 from hpc_ddp.training.options import Options
 from hpc_ddp.training.run import Run
 
@@ -63,6 +64,7 @@ def start(options: Options) -> Run:
         it is called outside of the main thread (Python's own)
     """
     _refuse_in_child()
+    keep_folder_out()
     if plan := os.environ.get("HPC_DDP_DRILL"):
         from hpc_ddp.training.drill import DrilledRun
 

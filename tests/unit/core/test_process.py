@@ -119,3 +119,29 @@ def test_a_file_in_memory_that_is_refused_has_the_systems_reason() -> None:
     with pytest.raises(OSError, match="no file in memory") as refusal:
         process.memory_file("x" * 300)  # a name may have 249 bytes
     assert refusal.value.errno == errno.EINVAL
+
+
+def test_pythons_of_multiprocessing_import_nothing_from_the_working_directory(
+    tmp_path: Path,
+) -> None:
+    """Another user may have put a file there, which the copy of the code leaves out."""
+    (tmp_path / "socket.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    text = """
+import multiprocessing
+from hpc_ddp.core.process import keep_folder_out
+if __name__ == '__main__':
+    keep_folder_out()
+    keep_folder_out()
+    process = multiprocessing.get_context('spawn').Process(target=print, args=('up',))
+    process.start()
+    process.join()
+"""
+    if sys.version_info < (3, 11):
+        pytest.skip("Python has -P from 3.11 on")
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "train.py").write_text(text)
+    argv = [sys.executable, str(tmp_path / "code" / "train.py")]
+    env = {**os.environ, "PYTHONPATH": str(Path(process.__file__).parents[2])}
+    done = subprocess.run(argv, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert (done.stdout, done.returncode) == ("up\n", 0), done.stderr
+    assert not (tmp_path / "ran").exists()
