@@ -68,7 +68,7 @@ def test_a_folder_behind_a_link_is_mounted(tmp_path: Path) -> None:
 
 
 def test_impossible_containers_are_refused() -> None:
-    with pytest.raises(UsageError, match="accepted: apptainer, podman-hpc, pyxis"):
+    with pytest.raises(UsageError, match="accepted: apptainer, apptainer-run, podman-hpc, pyxis"):
         _entry(container_tool="docker")
     spec = JobSpec(script="/s.py", chdir="/a,b", image="a.sif")
     with pytest.raises(UsageError, match="comma or a colon"):
