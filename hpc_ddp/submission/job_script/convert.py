@@ -96,10 +96,6 @@ def _note_values(result: Conversion, numbers: Mapping[str, int]) -> None:
     values count the script's tasks (by its `numbers`), where hpc-ddp's job has one task for each
     node; are drawn anew at each start; or have the job's id, by which the next job would not find
     the checkpoints."""
-    _write_numbers(result, numbers)
-    has_tasks = (
-        tasks_of_node(numbers) > 1 and result.values.get("launcher", ("torchrun",))[0] == "torchrun"
-    )
     setup = result.lists.get("setup", ())
     lines = [entry for entry in setup if not (PRINTS.match(entry[0]) or _ON_ERROR.match(entry[0]))]
     arguments = result.lists.get("args", ())
@@ -108,7 +104,7 @@ def _note_values(result: Conversion, numbers: Mapping[str, int]) -> None:
             reason = "is another one where the run goes on in a new job: $HPC_DDP_RUN stays"
             result.note(line, f"${named[0]} {reason}")
     lines += [entry for entry in arguments if "$SLURM_CPUS" in entry[0]]
-    if has_tasks:
+    if _has_fewer_tasks(result, numbers):
         for text, line in lines:
             for name in sorted({match[0] for match in _OF_TASKS.finditer(text)} & numbers.keys()):
                 reason = f"{numbers[name]} there; hpc-ddp's job has one task for each node"
@@ -122,11 +118,17 @@ def _note_values(result: Conversion, numbers: Mapping[str, int]) -> None:
             result.note(line, f"{word or '$$'} {reason}")
 
 
+def _has_fewer_tasks(result: Conversion, numbers: Mapping[str, int]) -> bool:
+    """Return whether hpc-ddp's job has one task for each node where the script's has several, by
+    its `numbers`."""
+    launcher = result.values.get("launcher", ("torchrun",))[0]
+    return tasks_of_node(numbers) > 1 and launcher == "torchrun"
+
+
 def _write_numbers(result: Conversion, numbers: Mapping[str, int]) -> None:
     """Write the numbers of the script's tasks and GPUs into ``env``, in place of variables that
     have other values in hpc-ddp's job, or none. `numbers` are as from `sizes`."""
-    is_torchrun = result.values.get("launcher", ("torchrun",))[0] == "torchrun"
-    changed = _OF_TASKS if is_torchrun and tasks_of_node(numbers) > 1 else _OF_GPUS
+    changed = _OF_TASKS if _has_fewer_tasks(result, numbers) else _OF_GPUS
 
     def number_of(match: re.Match[str]) -> str:
         name = re.sub(r"[${}]", "", match[0])
@@ -304,6 +306,7 @@ def convert(
             if any(re.search(r"\$\{?[1-9@*#]|shift|getopts", line) for line in lines):
                 result.lists[key].insert(0, (f"set -- {shlex.join(arguments)}", 0))
     _add_notes(result, scope, missing)
+    _write_numbers(result, numbers)
     _note_values(result, numbers)
     for line, mark in reader.resolved.items():
         result.marks.setdefault(line, [mark])

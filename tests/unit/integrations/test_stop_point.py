@@ -290,12 +290,17 @@ def test_a_second_training_of_a_process_is_refused(exits: list[Any]) -> None:
         StopPoint().latest()
 
 
-def test_a_checkpoint_that_the_script_has_not_loaded_is_refused(exits: list[Any]) -> None:
+def save_one_step() -> None:
+    """Train and save the first step, and finish."""
     stop = make(save_every_steps=1)
     stop.latest()
     assert stop.step()
     save(stop)
     stop.finish()
+
+
+def test_a_checkpoint_that_the_script_has_not_loaded_is_refused(exits: list[Any]) -> None:
+    save_one_step()
     other = make()
     for _ in range(2):  # also where the script catches the error
         with pytest.raises(UsageError, match="has a checkpoint, step-1, which the script has not"):
@@ -315,11 +320,7 @@ def test_no_training_begins_at_step_0_after_an_error_that_the_script_catches(
     run: RunFolder, exits: list[Any], format: str, is_damaged: bool, reason: str
 ) -> None:
     """Its saves would take the place of the checkpoints that it was refused for."""
-    stop = make(save_every_steps=1)
-    stop.latest()
-    assert stop.step()
-    save(stop)
-    stop.finish()
+    save_one_step()
     (folder,) = published(run.checkpoints)
     if is_damaged:
         (folder / "state").write_text("y")
@@ -335,11 +336,7 @@ def test_a_checkpoint_that_can_be_read_again_is_taken_up(
     run: RunFolder, exits: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A disk that did not answer may answer the next call."""
-    stop = make(save_every_steps=1)
-    stop.latest()
-    assert stop.step()
-    save(stop)
-    stop.finish()
+    save_one_step()
     other = make()
     with monkeypatch.context() as patch:
         patch.setattr(library.LibraryCheckpoints, "find_newest", lambda _: 1 / 0)
