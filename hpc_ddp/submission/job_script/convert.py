@@ -23,10 +23,11 @@ from hpc_ddp.submission.job_script.directives import (
     take_tasks,
     tasks_of_node,
 )
-from hpc_ddp.submission.job_script.launch import Launch, Statement, first_load
+from hpc_ddp.submission.job_script.launchers.launch import Launch
 from hpc_ddp.submission.job_script.project_file import is_code
-from hpc_ddp.submission.job_script.sorting import PRINTS, Sorter
-from hpc_ddp.submission.job_script.statements import Reader
+from hpc_ddp.submission.job_script.statements.reader import Reader
+from hpc_ddp.submission.job_script.statements.sorting import PRINTS, Sorter
+from hpc_ddp.submission.job_script.statements.statement import Statement, first_load
 
 _LOGIN = (  # what a login shell reads: bash(1), INVOCATION
     ". /etc/profile; for REPLY in ~/.bash_profile ~/.bash_login ~/.profile; do"

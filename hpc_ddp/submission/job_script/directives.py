@@ -20,7 +20,8 @@ from hpc_ddp.submission.job_script.conversion import (
     Mark,
     TextAt,
 )
-from hpc_ddp.submission.job_script.launch import FLAGS, Launch, is_of_pyxis, option_name
+from hpc_ddp.submission.job_script.launchers.launch import Launch
+from hpc_ddp.submission.job_script.launchers.options import FLAGS, is_of_pyxis, option_name
 from hpc_ddp.submission.job_script.secrets import looks_secret
 from hpc_ddp.submission.settings.config import OPTIONS
 

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from hpc_ddp.core.job.variables import is_of_hpc_ddp, is_of_slurm
-from hpc_ddp.submission.job_script.bash.words import Word, joined, literal
+from hpc_ddp.submission.job_script.bash.words import joined, literal
 from hpc_ddp.submission.job_script.conversion import LOST, OURS, TAKEN, ArgumentWriter, Conversion
 from hpc_ddp.submission.job_script.directives import (
     Directives,
-    has_range_of_nodes,
     take_gpus,
     take_other_gres,
-    tasks_of_launch,
-    tasks_of_node,
 )
-from hpc_ddp.submission.job_script.launch import Launch, Statement, accelerate_variable, is_of_pyxis
-from hpc_ddp.submission.job_script.statements import Reader
+from hpc_ddp.submission.job_script.launchers.accelerate import take_yaml
+from hpc_ddp.submission.job_script.launchers.launch import Launch
+from hpc_ddp.submission.job_script.launchers.options import is_of_pyxis
+from hpc_ddp.submission.job_script.sizes import take_sizes
+from hpc_ddp.submission.job_script.statements.reader import Reader
+from hpc_ddp.submission.job_script.statements.statement import Statement
 
 # Lines that bring a Python, or another PATH: modules of compilers and libraries alone do not.
 _BRINGS_PYTHON = re.compile(
@@ -34,12 +33,6 @@ _AT_THE_END = re.compile(r"\bPATH=[\"']?\$\{?PATH\}?:([^\s\"';:]+)")
 _SINGLE = ("image", "container-tool", "container", "python", "max-restarts")
 _SETUP = ("setup", "node-setup", "worker-setup")
 _TRUE = ("module", "no-python")
-# Keys of Accelerate's YAML that describe the job itself.
-_NOT_OF_ALL = (
-    r"num_processes|num_machines|machine_rank|main_process_\w+|rdzv_backend|same_network|gpu_ids"
-    r"|compute_environment|main_training_function|debug|tpu_\w+|use_cpu|downcast_bf16|dynamo_\w+"
-    r"|enable_cpu_affinity|distributed_type|deepspeed_multinode_\w+|\w*hostfile"
-)
 
 
 def take(
@@ -70,11 +63,8 @@ def take(
     _take_unset(statement, launch, result)
     _take_marks(launch, result)
     if config := launch.options.get("config-file", (None, 0))[0]:
-        _take_yaml(launch, config, result, cwd)
-    _take_nodes(launch, result, directives, numbers)
-    _take_workers(launch, result, directives, numbers, gpus)
-    _take_step_launcher(launch, result, directives, numbers, gpus)
-    _take_cpus(launch, result, directives, numbers)
+        take_yaml(launch, config, result, cwd)
+    take_sizes(launch, result, directives, numbers, gpus)
 
 
 def _make_writer(result: Conversion, reader: Reader) -> ArgumentWriter:
@@ -270,129 +260,3 @@ def _take_image(launch: Launch, directives: Directives, result: Conversion) -> N
 def _of_home(text: str) -> str:
     """Return a path with the home folder in place of ``~`` or ``$HOME`` at its beginning."""
     return os.path.expanduser(re.sub(r"^\$\{?HOME\}?(?=/)", "~", text))
-
-
-def _take_yaml(launch: Launch, word: Word, result: Conversion, cwd: Path) -> None:
-    """Read a configuration of Accelerate from the path in `word`. Its keys become the variables
-    that Accelerate's launcher sets; ``num_processes`` the number of processes, if no option has it;
-    other keys become notes. A configuration that can't be read becomes a note."""
-    path = Path(cwd, launch.folder or "", os.path.expanduser(word.text))
-    line = word.line or launch.line
-    import yaml
-
-    try:
-        read: dict[str, Any] = dict(yaml.safe_load(path.read_text()) or {})
-    except (OSError, ValueError, TypeError, yaml.YAMLError) as error:
-        text = f"{word.text} can't be read ({type(error).__name__}): put it there and import again"
-        text = f"not taken over: {text}; its FSDP or DeepSpeed settings would be missing"
-        result.note(line, text)
-        return
-    parts = [read, *(part for part in read.values() if isinstance(part, dict))]
-    keys = {str(k): e for part in parts for k, e in part.items() if not isinstance(e, dict)}
-    use = f"use_{keys.get('distributed_type', '')}".lower()
-    for key, entry in {use: True, **keys}.items():
-        if variable := accelerate_variable(key, str(entry)):
-            result.env.setdefault(variable[0], (variable[1], line))
-        elif not re.fullmatch(f"{_NOT_OF_ALL}|use_.*", key) and entry not in (None, {}, [], "no"):
-            text = f"not taken over: {key} of {word.text}: set it in Accelerator(…)"
-            result.note(line, text)
-    count = keys.get("num_processes")
-    launch.processes = launch.processes or (count if isinstance(count, int) else None)
-
-
-def _take_nodes(
-    launch: Launch, result: Conversion, directives: Directives, numbers: Mapping[str, int]
-) -> None:
-    """Put the number of nodes into `result`: from the directives, as a range where it is one, else
-    from the launch, else 1 with a note. `numbers` are as from `sizes`."""
-    nodes = numbers.get("SLURM_NNODES") or launch.nodes
-    is_range = has_range_of_nodes(directives, numbers)
-    at = directives.line("nodes", "ntasks") or launch.line
-    result.values.setdefault("nodes", (directives.get("nodes") if is_range else nodes or 1, at))
-    if not is_range and not nodes:
-        result.note(0, "the script has no number of nodes: 1 is taken; --nodes N")
-
-
-def _take_workers(
-    launch: Launch, result: Conversion, directives: Directives, numbers: Mapping[str, int],
-    gpus: int,
-) -> None:  # fmt: skip
-    """Put the number of workers on a node into `result`, unless hpc-ddp takes that number by
-    itself: one for each of the node's `gpus`, one without GPUs.
-
-    The number is the launcher's; where it names none, its processes divided by the nodes, else one
-    for each GPU. Without a launcher of workers it is the number of tasks on a node that srun or
-    mpirun starts, else 1. Notes name a number that is not known, torchrun's own default on a node
-    of several GPUs, and a launcher that several tasks of a node would start. The line of tasks that
-    the nodes can't have equally many of is lost. `numbers` are as from `sizes`."""
-    line, nodes = launch.line, numbers.get("SLURM_NNODES") or launch.nodes or 1
-    if launch.kind:
-        workers = launch.workers or (launch.processes or 0) // nodes or gpus or 1
-    else:
-        workers = tasks_of_launch(launch, numbers) if launch.step else 1
-    if launch.step and not launch.kind:
-        _mark_uneven_tasks(launch, result, directives, numbers)
-    if launch.kind == "torchrun" and launch.workers is None and not gpus:
-        result.note(line, "the number of workers is not known here: --nproc-per-node N")
-    has_number = {"nproc-per-node", "nproc", "n"} & launch.options.keys()
-    if launch.kind == "torchrun" and launch.workers == 1 < gpus and not has_number:
-        text = "torchrun's own default is one worker: drop nproc-per-node for one on each GPU"
-        result.note(line, text)
-    if launch.step and launch.kind and not (launch.tasks or launch.in_loop):
-        count = launch.tasks_per_node or tasks_of_node(numbers)
-        text = f"{count} tasks on a node would each start the launcher there; hpc-ddp starts one"
-        if count > 1:
-            result.note(line, text)
-    if workers != (gpus or 1):
-        result.values["nproc-per-node"] = workers, line
-
-
-def _mark_uneven_tasks(
-    launch: Launch, result: Conversion, directives: Directives, numbers: Mapping[str, int]
-) -> None:
-    """Mark the line with the number of tasks as lost where the nodes can't have equally many."""
-    nodes = numbers.get("SLURM_NNODES") or launch.nodes
-    of_job = 0 if launch.tasks_per_node else numbers.get("SLURM_NTASKS", 0)
-    tasks = launch.tasks or of_job
-    if tasks % (nodes or 1):
-        text = f"{tasks} tasks on {nodes} nodes: each node has as many: nproc-per-node = N"
-        at = (0 if launch.tasks else directives.line("ntasks")) or launch.line
-        result.mark(at, at, LOST, text)
-
-
-def _take_step_launcher(
-    launch: Launch, result: Conversion, directives: Directives, numbers: Mapping[str, int],
-    gpus: int,
-) -> None:  # fmt: skip
-    """Put the command that starts the tasks into `result`, unless that is srun and a launcher of
-    workers runs in them. A program without any launcher becomes one of srun, with a note where the
-    node has several `gpus`. `numbers` are as from `sizes`."""
-    # A program of its own is no child of torchrun's agent, whose variables its children would get.
-    has_range = has_range_of_nodes(directives, numbers)
-    is_alone = bool(launch.program) and not (launch.kind or has_range)
-    step = launch.step or ("srun" if is_alone else "")
-    if is_alone and not launch.step and gpus > 1 and "no-python" not in launch.settings:
-        text = "plain Python: one process; for a worker on each GPU drop launcher, nproc-per-node"
-        result.note(launch.line, text)
-    if step and not (launch.kind and step == "srun"):
-        result.values["step-launcher" if launch.kind else "launcher"] = step, launch.line
-
-
-def _take_cpus(
-    launch: Launch, result: Conversion, directives: Directives, numbers: Mapping[str, int]
-) -> None:
-    """Put the number of CPUs into `result`, from the directives, else from the launch: of a task,
-    or of a node where several tasks of the job become one launcher of workers, or one program. The
-    launch's line is lost where both have a number and they differ. `numbers` are as from
-    `sizes`."""
-    wide = tasks_of_node(numbers) if launch.kind or not launch.step else 1
-    cpus = directives.number("cpus-per-task") or (wide > 1 and launch.cpus is None)
-    if cpus:
-        key = "cpus-per-task" if wide == 1 else "cpus-per-node"
-        at = directives.line("cpus-per-task", "ntasks-per-node", "ntasks")
-        result.values[key] = cpus * wide, at
-        if launch.cpus not in (None, cpus):
-            text = f"srun --cpus-per-task={launch.cpus} beside {cpus} of the job: cpus-per-task = N"
-            result.mark(launch.line, launch.line, LOST, text)
-    elif launch.cpus:
-        result.values["cpus-per-task"] = launch.cpus, launch.line

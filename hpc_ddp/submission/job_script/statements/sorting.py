@@ -27,15 +27,15 @@ from hpc_ddp.submission.job_script.conversion import (
     TextAt,
     first_reason,
 )
-from hpc_ddp.submission.job_script.launch import (
-    Launch,
+from hpc_ddp.submission.job_script.launchers.launch import Launch
+from hpc_ddp.submission.job_script.launchers.options import is_option_of_step
+from hpc_ddp.submission.job_script.secrets import MARK, is_secret, looks_secret
+from hpc_ddp.submission.job_script.statements.reader import Reader
+from hpc_ddp.submission.job_script.statements.statement import (
     Statement,
     first_load,
-    is_option_of_step,
     with_functions,
 )
-from hpc_ddp.submission.job_script.secrets import MARK, is_secret, looks_secret
-from hpc_ddp.submission.job_script.statements import Reader
 
 PRINTS = re.compile(r"(echo|printf|date|env|printenv|set|hostname|nvidia-smi|module list|which)\b")
 # Variables of bash itself, of hpc-ddp, and those that modules and Conda set.

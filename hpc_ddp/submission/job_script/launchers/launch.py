@@ -1,80 +1,19 @@
-"""A statement of a job script, the launch that it may be, and the options of launchers."""
+"""The launch that a command of a job script is."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
-from hpc_ddp.core.job.slurm_options import SBATCH, SRUN, full_name
-from hpc_ddp.core.job.variables import is_of_hpc_ddp, is_of_slurm
-from hpc_ddp.submission.job_script.bash import syntax
-from hpc_ddp.submission.job_script.bash.scope import Scope, Value
+from hpc_ddp.core.job.variables import is_of_hpc_ddp
+from hpc_ddp.submission.job_script.bash.scope import Scope
 from hpc_ddp.submission.job_script.bash.words import Word, joined, literal, separated
 from hpc_ddp.submission.job_script.conversion import LOST, NO_COMPONENTS, OURS
+from hpc_ddp.submission.job_script.launchers.options import Options, option_name
 
-# Options of sbatch and srun without a value, or with one in the same word.
-FLAGS = re.compile(
-    r"label|unbuffered|overlap|no-kill|verbose|quiet|pty|preserve-env|immediate|kill-on-bad-exit"
-    r"|contiguous|oversubscribe|overcommit|multi-prog|spread-job|use-min-nodes|exclusive|requeue"
-    r"|no-requeue|hold|get-user-env|parsable|reboot|exact|ignore-pbs|test-only|stepmgr|nice"
-    r"|propagate|resv-ports|compress|bcast|whole|external|interactive|disable-status|no-allocate"
-    r"|quit-on-interrupt|send-libs"
-    r"|container-(writable|readonly)|(no-)?container-(mount-home|remap-root|entrypoint)"
-)
 # A number of nodes or tasks that need not be reported: also a range, or Slurm's own number.
 _KNOWN = re.compile(r"[\dkKmM-]*|\$\{?SLURM_\w+\}?").fullmatch
-
-# What srun's variables are named for, behind SLURM_, where that is no option's long name.
-_OF_SRUN = re.compile(
-    r"CPU_FREQ_REQ|CONF|DEBUG|DIST_\w+|EXIT_\w+|HOSTFILE|LLLP|MEM_BIND_\w+|MPI_TYPE|REMOTE_CWD"
-    r"|REQ_SWITCH|SPANK_\w+|SRUN_\w+|STDINMODE|STEP_GRES|TIMELIMIT|UMASK|UNBUFFEREDIO|WAIT4SWITCH"
-    r"|WORKING_DIR"
-)
-
-_LOADS = re.compile(r"\s*(module|ml|source|\.|conda|spack|eval)\s")
-_QUOTED = re.compile(r"""'[^']*'|"(?:\\.|[^"\\])*"|\\.""", re.S)
-
-# The variables by which `accelerate launch` passes on its options: accelerate.utils.launch, 1.0.
-_VARIABLE = re.compile(
-    r"(?P<fsdp>fsdp_backward_prefetch(?=_policy)|fsdp_.*)(?:_policy)?|mixed_precision|use_fsdp"
-    r"|(?P<zero>zero_stage|offload_(optimizer|param)_device|zero3_init|zero3_save_16bit_model)"
-    r"(?:_flag)?|gradient_(accumulation_steps|clipping)|use_deepspeed|deepspeed_config_file"
-)
-
-
-class Options(NamedTuple):
-    """The options of a launcher, and how to read them."""
-
-    uses: Mapping[str, str]  # an option's use (see `Launch.take_options`) by a pattern of names
-    flags: re.Pattern[str]  # names of the options without a value
-    letters: Mapping[str, str] = {}  # long names by letter
-    names: str = ""  # all long names, with blanks between; a beginning will do
-
-    def use(self, name: str) -> str:
-        """Return an option's use: that of the first pattern that fits its `name`."""
-        return next(use for pattern, use in self.uses.items() if re.fullmatch(pattern, name))
-
-
-# The options of `accelerate launch`, and values that are those without the option, or what hpc-ddp
-# does: an agent on each node.
-_ACCELERATE_USES = {
-    "module|m": "!module",
-    "no-python": "!no-python",
-    "num-processes": "#processes",
-    r"num-machines|machine-rank|main-process-(ip|port)|rdzv-\w+|multi-gpu|same-network|gpu-ids"
-    r"|main-training-function|compute-environment|use-cpu|cpu|debug|quiet|tpu-.*|downcast-bf16"
-    r"|enable-cpu-affinity|max-restarts|monitor-interval|tee|role|log-dir|mpirun-hostfile"
-    r"|use-mps-device": "ours",
-    ".*": "later",
-}
-_ACCELERATE_FLAGS = re.compile(
-    "multi-gpu|cpu|tpu|use-(deepspeed|fsdp|megatron-lm|xpu|mps-device)|same-network|module|m"
-    "|no-python|debug|quiet"
-)
-ACCELERATE = Options(_ACCELERATE_USES, _ACCELERATE_FLAGS)
-ACCELERATE_DEFAULTS = {"dynamo-backend": "no", "deepspeed-multinode-launcher": "standard"}
 
 
 @dataclass
@@ -258,135 +197,3 @@ class Launch:
         program = [self.program] if self.program else []
         env = [word for name, word in self.env.items() if not is_of_hpc_ddp(name)]
         return [*program, *self.args, *env, *lists]
-
-
-@dataclass
-class Statement:
-    """One statement of a script: an assignment (of `assigned` to `name`), a launch, a function
-    (`defines`), or another command or block, which may set the variables `sets`.
-
-    `lines` are its first and last line in the script; `inside` says that each task runs it, in
-    ``bash -c``; `output` is the file that a launch writes to. `lost` is the reason why the
-    statement can't be taken over, `decided` the reason why hpc-ddp does itself what it does; ''
-    without.
-    """
-
-    text: str
-    lines: tuple[int, int]
-    words: list[Word] = field(default_factory=list)
-    name: str = ""
-    assigned: Value = None
-    exported: bool = False
-    launch: Launch | None = None
-    inside: bool = False
-    output: str = ""
-    lost: str = ""
-    decided: str = ""
-    defines: str = ""
-    sets: set[str] = field(default_factory=set)
-    of_script: bool = True  # False for one made of a part of a word
-    outer: Launch | None = None  # around the bash -c in whose text it stands
-    shells: tuple[int, ...] = ()  # the child shells that run it, each by a number of its own
-
-    @property
-    def first(self) -> str:
-        return self.words[0].text if self.words else ""
-
-    @property
-    def names(self) -> set[str]:
-        """The variables and functions that the statement may need; some other words may be among
-        them."""
-        return syntax.names_needed(self.text, self.name)
-
-    def ends_only(self, processes: set[str]) -> bool:
-        """Return whether the statement does no more than end processes, as ``kill $PID || true``,
-        all of which are among `processes`, the variables that have their numbers."""
-        match = re.fullmatch(
-            r"kill(?:\s+-\w+)*((?:\s+[\"']?\$\{?\w+\}?[\"']?)+)"
-            r"(?:\s*(?:[12&]?>\s*/dev/null|2>&1))*(?:\s*\|\|\s*(?:true|:))?",
-            self.text,
-        )
-        return bool(match) and {*re.findall(r"\w+", match[1])} <= processes  # type: ignore[index]
-
-    def reports_status(self, variables: set[str]) -> bool:
-        """Return whether an assignment keeps the exit code of the command before it (``rc=$?``), or
-        another statement uses that code, or one of the `variables`, only to print something or to
-        end the script (``exit $rc``)."""
-        if self.name:
-            return bool(re.fullmatch(r"\w+=[\"']?\$(\?|\{PIPESTATUS\[0\]\})[\"']?", self.text))
-        is_asked = self.names & variables or re.search(r"\$(\?|\{PIPESTATUS)", self.text)
-        return bool(is_asked) and syntax.only_reports(syntax.parse(self.text))
-
-
-def first_load(statements: Sequence[Statement]) -> int:
-    """Return the index of the first statement that loads a module, another file or an environment,
-    which may set any variable; the number of statements without one."""
-    loads = (i for i, s in enumerate(statements) if s.words and _LOADS.match(s.text))
-    return next(loads, len(statements))
-
-
-def with_functions(statement: Statement, functions: Mapping[str, Statement]) -> list[Statement]:
-    """Return the statement, and those of the `functions` (by name) that it needs, directly or
-    through another function."""
-    needed, pending = {statement.defines: statement}, [statement]
-    while pending:
-        for name in (pending.pop().names & functions.keys()) - needed.keys():
-            needed[name] = functions[name]
-            pending.append(functions[name])
-    return [*needed.values()]
-
-
-def inner_text(word: Word) -> str:
-    """Return the text that ``bash -c`` gets, as a script: a variable in single quotes, where the
-    outer bash has put its value, stands in double quotes of its own: ``echo 'a $X'`` is then
-    ``echo 'a '"${X}"''``."""
-    code = rf"\$\{{(?:{'|'.join(word.names or '!')})\}}"
-    return _QUOTED.sub(
-        lambda m: re.sub(code, r"""'"\g<0>"'""", m[0]) if m[0][0] == "'" else m[0], word.script
-    )
-
-
-def accelerate_variable(name: str, operand: str) -> tuple[str, str] | None:
-    """Return name and value of the variable by which ``accelerate launch`` passes on an option, or
-    a key of its configuration, with the value `operand`. None if it passes on none for `name`."""
-    name = name.replace("-", "_")
-    if name == "num_cpu_threads_per_process":
-        return "OMP_NUM_THREADS", operand
-    match = _VARIABLE.fullmatch(name)
-    if not match:
-        return None
-    name = match["fsdp"] or match["zero"] or match[0]
-    name = name.replace("transformer_layer_cls", "transformer_cls").upper()
-    start = "" if match["fsdp"] else "ACCELERATE_DEEPSPEED_" if match["zero"] else "ACCELERATE_"
-    return start + name, operand.lower() if operand in ("True", "False") else operand
-
-
-def is_option_of_step(name: str) -> bool:
-    """Return whether srun reads a variable of this name as an option of its step, or sbatch as one
-    of a job."""
-    start, _, option = name.partition("_")
-    is_option = option.lower().replace("_", "-") in SRUN.split() or _OF_SRUN.fullmatch(option)
-    of_slurm = start == "SLURM" and (is_option or is_of_slurm(name))
-    return start in ("SBATCH", "SRUN") or bool(of_slurm)
-
-
-def is_of_pyxis(name: str) -> bool:
-    """Return whether `name` is an option of pyxis, which sbatch hands on to the steps."""
-    return "container-" in name and name not in SBATCH.split()
-
-
-def option_name(word: Word, letters: Mapping[str, str], names: str = "") -> tuple[str, Word | None]:
-    """Return an option's name, without the dashes before it and with ``-`` for ``_``, and its value
-    if that is in the same word, else None.
-
-    With `letters` (long names by letter) ``-x3`` is the long name of x, else x itself, with the
-    value 3; without, ``-np`` is a long name. `names`, a text with blanks between long names,
-    completes a long name from an alias or a beginning that only one of them has.
-    """
-    text = word.text
-    if letters and re.match(r"-\w", text):
-        return letters.get(text[1], text[1]), word.after(2) if len(text) > 2 else None
-    head = text.partition("=")[0]
-    operand = word.after(len(head) + 1) if "=" in text else None
-    name = head.lstrip("-").replace("_", "-")
-    return full_name(name, names) if names else name, operand

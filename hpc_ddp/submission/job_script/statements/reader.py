@@ -15,8 +15,9 @@ from hpc_ddp.submission.job_script.bash.scope import Scope
 from hpc_ddp.submission.job_script.bash.syntax import Node, commands_of, set_in, source
 from hpc_ddp.submission.job_script.bash.words import Part, Word, literal
 from hpc_ddp.submission.job_script.conversion import LOST, OURS, TAKEN, VERDICT, Mark
-from hpc_ddp.submission.job_script.launch import Launch, Statement, inner_text
-from hpc_ddp.submission.job_script.launchers import read_launch
+from hpc_ddp.submission.job_script.launchers.launch import Launch
+from hpc_ddp.submission.job_script.launchers.read import read_launch
+from hpc_ddp.submission.job_script.statements.statement import Statement, inner_text
 
 _CHOOSES = "a condition that only the job knows chooses a launch"
 _OF_ARGUMENTS = "it uses the job script's own arguments"

@@ -1,0 +1,1 @@
+"""The launchers of a job script, and the launch that they make."""

@@ -1,0 +1,114 @@
+"""``accelerate launch``: its options and its configuration, as the variables that it sets."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from hpc_ddp.submission.job_script.bash.scope import Scope
+from hpc_ddp.submission.job_script.bash.words import Word, literal
+from hpc_ddp.submission.job_script.conversion import LOST, OURS, Conversion
+from hpc_ddp.submission.job_script.launchers.launch import Launch
+from hpc_ddp.submission.job_script.launchers.options import Options
+from hpc_ddp.submission.job_script.launchers.workers import take_python_beside
+
+# The variables by which `accelerate launch` passes on its options: accelerate.utils.launch, 1.0.
+_VARIABLE = re.compile(
+    r"(?P<fsdp>fsdp_backward_prefetch(?=_policy)|fsdp_.*)(?:_policy)?|mixed_precision|use_fsdp"
+    r"|(?P<zero>zero_stage|offload_(optimizer|param)_device|zero3_init|zero3_save_16bit_model)"
+    r"(?:_flag)?|gradient_(accumulation_steps|clipping)|use_deepspeed|deepspeed_config_file"
+)
+
+# The options of `accelerate launch`, and values that are those without the option, or what hpc-ddp
+# does: an agent on each node.
+_ACCELERATE_USES = {
+    "module|m": "!module",
+    "no-python": "!no-python",
+    "num-processes": "#processes",
+    r"num-machines|machine-rank|main-process-(ip|port)|rdzv-\w+|multi-gpu|same-network|gpu-ids"
+    r"|main-training-function|compute-environment|use-cpu|cpu|debug|quiet|tpu-.*|downcast-bf16"
+    r"|enable-cpu-affinity|max-restarts|monitor-interval|tee|role|log-dir|mpirun-hostfile"
+    r"|use-mps-device": "ours",
+    ".*": "later",
+}
+
+_ACCELERATE_FLAGS = re.compile(
+    "multi-gpu|cpu|tpu|use-(deepspeed|fsdp|megatron-lm|xpu|mps-device)|same-network|module|m"
+    "|no-python|debug|quiet"
+)
+
+ACCELERATE = Options(_ACCELERATE_USES, _ACCELERATE_FLAGS)
+
+ACCELERATE_DEFAULTS = {"dynamo-backend": "no", "deepspeed-multinode-launcher": "standard"}
+
+# Keys of Accelerate's YAML that describe the job itself.
+_NOT_OF_ALL = (
+    r"num_processes|num_machines|machine_rank|main_process_\w+|rdzv_backend|same_network|gpu_ids"
+    r"|compute_environment|main_training_function|debug|tpu_\w+|use_cpu|downcast_bf16|dynamo_\w+"
+    r"|enable_cpu_affinity|distributed_type|deepspeed_multinode_\w+|\w*hostfile"
+)
+
+
+def read_accelerate(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
+    """Read ``accelerate launch`` and its program; return no words. Its options become the variables
+    that it would set; one without a variable is lost. Its other commands are no launch."""
+    if [word.text for word in words[1:2]] != ["launch"]:
+        return []
+    launch.kind, launch.weight, launch.options = "accelerate", 4, {}
+    take_python_beside(words[0], launch)
+    launch.take_program(launch.take_options(words[1:], ACCELERATE, scope))
+    for name, (operand, line) in launch.options.items():
+        text = operand.text if operand else "true"
+        if variable := accelerate_variable(name, text):
+            constant = literal(variable[1], line)
+            launch.env[variable[0]] = operand if operand and operand.code else constant
+        elif ACCELERATE_DEFAULTS.get(name) == text.lower():
+            launch.mark(line, OURS, f"launch --{name}")
+        elif name != "config-file" and ACCELERATE.use(name) == "later":
+            launch.mark(line, LOST, f"accelerate --{name}: set it in Accelerator(…)")
+    return []
+
+
+def take_yaml(launch: Launch, word: Word, result: Conversion, cwd: Path) -> None:
+    """Read a configuration of Accelerate from the path in `word`. Its keys become the variables
+    that Accelerate's launcher sets; ``num_processes`` the number of processes, if no option has it;
+    other keys become notes. A configuration that can't be read becomes a note."""
+    path = Path(cwd, launch.folder or "", os.path.expanduser(word.text))
+    line = word.line or launch.line
+    import yaml
+
+    try:
+        read: dict[str, Any] = dict(yaml.safe_load(path.read_text()) or {})
+    except (OSError, ValueError, TypeError, yaml.YAMLError) as error:
+        text = f"{word.text} can't be read ({type(error).__name__}): put it there and import again"
+        text = f"not taken over: {text}; its FSDP or DeepSpeed settings would be missing"
+        result.note(line, text)
+        return
+    parts = [read, *(part for part in read.values() if isinstance(part, dict))]
+    keys = {str(k): e for part in parts for k, e in part.items() if not isinstance(e, dict)}
+    use = f"use_{keys.get('distributed_type', '')}".lower()
+    for key, entry in {use: True, **keys}.items():
+        if variable := accelerate_variable(key, str(entry)):
+            result.env.setdefault(variable[0], (variable[1], line))
+        elif not re.fullmatch(f"{_NOT_OF_ALL}|use_.*", key) and entry not in (None, {}, [], "no"):
+            text = f"not taken over: {key} of {word.text}: set it in Accelerator(…)"
+            result.note(line, text)
+    count = keys.get("num_processes")
+    launch.processes = launch.processes or (count if isinstance(count, int) else None)
+
+
+def accelerate_variable(name: str, operand: str) -> tuple[str, str] | None:
+    """Return name and value of the variable by which ``accelerate launch`` passes on an option, or
+    a key of its configuration, with the value `operand`. None if it passes on none for `name`."""
+    name = name.replace("-", "_")
+    if name == "num_cpu_threads_per_process":
+        return "OMP_NUM_THREADS", operand
+    match = _VARIABLE.fullmatch(name)
+    if not match:
+        return None
+    name = match["fsdp"] or match["zero"] or match[0]
+    name = name.replace("transformer_layer_cls", "transformer_cls").upper()
+    start = "" if match["fsdp"] else "ACCELERATE_DEEPSPEED_" if match["zero"] else "ACCELERATE_"
+    return start + name, operand.lower() if operand in ("True", "False") else operand

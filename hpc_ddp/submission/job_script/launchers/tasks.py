@@ -1,0 +1,211 @@
+"""The launchers of tasks and of containers, each of which starts the next one.
+
+The functions are as in `workers`.
+"""
+
+from __future__ import annotations
+
+import re
+
+from hpc_ddp.core.job.slurm_options import SHORT_OPTIONS, SRUN
+from hpc_ddp.submission.job_script.bash.scope import Scope
+from hpc_ddp.submission.job_script.bash.words import Word, joined, literal
+from hpc_ddp.submission.job_script.conversion import LOST, NO_COMPONENTS
+from hpc_ddp.submission.job_script.launchers.launch import Launch
+from hpc_ddp.submission.job_script.launchers.options import FLAGS, Options, is_launcher, option_name
+
+_SRUN_USES = {
+    "container-image": "=image",
+    "(no-)?container-.*": "+container-options",
+    "export": "env",
+    "nodes": "#nodes",
+    "ntasks": "#tasks",
+    "ntasks-per-node": "#tasks_per_node",
+    "cpus-per-task": "#cpus",
+    "het-group": "later",
+    "multi-prog|input": "lost",
+    "distribution|output|error|label|jobid|overlap|kill-on-bad-exit|no-kill|wait|exact"
+    "|nodelist|relative|partition|account|time|job-name|mem|gres|gpus|gpus-per-(node|task)"
+    "|unbuffered|quiet|verbose|exclusive": "ours",
+    ".*": "+srun",
+}
+
+_SRUN = Options(_SRUN_USES, FLAGS, SHORT_OPTIONS, SRUN)
+
+_MPI_FLAGS = "(g|prte)?mca .*|allow-run-as-root|oversubscribe|tag-output|report-bindings"
+
+_MPIRUN_USES = {
+    "x": "env",
+    "np?|c": "#tasks",
+    "N|npernode|ppn|ntasks-per-node": "#tasks_per_node",
+    "map-by|rank-by|H|hosts?|hostfile|f|machinefile": "ours",
+    f"bind-to|{_MPI_FLAGS}": "%mpirun",
+    ".*": "lost",
+}
+
+_MPIRUN = Options(_MPIRUN_USES, re.compile(_MPI_FLAGS))
+
+# Apptainer's options without a value; all others have one.
+_IMAGE_FLAGS = re.compile(
+    r"nv|nvccli|rocm|intel-hpu|cleanenv|compat|contain|containall|writable(-tmpfs)?|fakeroot|userns"
+    r"|ipc|pid|uts|net|oci|rm|allow-setuid|disable-cache|docker-login|keep-privs|oom-kill-disable"
+    r"|(no-)?tmp-sandbox|underlay|unsquash|sharens|no-(eval|home|https|init|pid|privs|umask|nv|rocm)"
+)
+
+_IMAGE_LETTERS = {"c": "contain", "C": "containall", "e": "cleanenv", "f": "fakeroot", "i": "ipc",
+                  "p": "pid", "u": "userns", "w": "writable"}  # fmt: skip
+
+_IMAGE_USES = {"env": "env", ".*": "&container-options"}
+
+_IMAGE = Options(_IMAGE_USES, _IMAGE_FLAGS, _IMAGE_LETTERS)
+
+_SHIFTER_LETTERS = {"i": "image", "V": "volume", "e": "env", "E": "clearenv", "w": "workdir",
+                    "m": "module", "v": "verbose"}  # fmt: skip
+
+_SHIFTER_USES = {"image": "=image", ".*": "+container-options"}
+
+_SHIFTER = Options(_SHIFTER_USES, re.compile("gpu|clearenv|verbose|entrypoint"), _SHIFTER_LETTERS)
+
+_ENV_LETTERS = {"u": "unset", "C": "chdir", "S": "split-string", "i": "ignore-environment",
+                "a": "argv0", "0": "null", "v": "debug"}  # fmt: skip
+
+_ENV_WITH_VALUE = ("unset", "chdir", "argv0")
+
+_ENV_LOST = {
+    "unset": 'setup or worker-setup = ["unset NAME"]',
+    "chdir": "chdir = DIR, and script = DIR/…",
+    "ignore-environment": 'workers need the job\'s variables: worker-setup = ["unset NAME"]',
+}
+
+_NO_TRAINING = re.compile(
+    r"(.*/)?(hostname|nvidia-smi|rocm-smi|echo|mkdir|cp|mv|rm|ls|cat|date|sleep|ray|rsync|tar|unzip"
+    r"|env|printenv|pkill|kill|chmod|ln|true|test|find|lscpu|ip|ifconfig|which|df|sbcast|enroot|nvcc)"
+)
+
+
+def read_srun(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
+    """Read srun and its options, and return the words behind them. An image makes pyxis the
+    container tool. A variable among the options is left out: with a note that it counts as unset,
+    or as lost where the script sets it or may have set it."""
+    launch.step = "srun"
+    words = launch.take_first_component(words)
+    remaining = launch.take_options(words, _SRUN, scope)
+    while (
+        len(remaining) > 1 and remaining[0].parts[0].splits and not is_launcher(remaining[0].text)
+    ):
+        if remaining[1].text[:1] != "-" and not is_launcher(remaining[1].text):
+            break  # it is the program
+        unknown = remaining[0]
+        is_set = {*unknown.names} & scope.values.keys() or scope.is_open
+        if is_set or not all(part.name for part in unknown.parts):
+            text = f"srun {unknown.text}: only the job knows it: srun = […]"
+            launch.mark(unknown.line, LOST, text)
+        else:
+            launch.mark(unknown.line, "", f"{unknown.text} is taken to be unset: srun = […]")
+        words = [words[0], *remaining[1:]]
+        remaining = launch.take_options(words, _SRUN, scope)
+    if group := launch.options.get("het-group"):
+        text = f"{NO_COMPONENTS}: write this component's nodes = N, gpus-per-node = N"
+        launch.mark(group[1], LOST, f"srun --het-group: {text}")
+    if "image" in launch.settings:
+        launch.settings["container-tool"] = [literal("pyxis", words[0].line)]
+    return remaining
+
+
+def read_mpirun(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
+    """Read mpirun, by any of its names, or ibrun; return the words behind its options."""
+    launch.step = "ibrun" if words[0].text.endswith("ibrun") else "mpirun"
+    pairs: list[Word] = []
+    for word in launch.take_first_component(words):  # --mca has two values
+        if len(pairs) > 2 and re.fullmatch(r"--?(g|prte)?mca", pairs[-2].text):
+            word = joined(pairs[-2], " ", pairs[-1], " ", word)
+            del pairs[-2:]
+        pairs.append(word)
+    return launch.take_options(pairs, _MPIRUN, scope)
+
+
+def take_command(words: list[Word], launch: Launch) -> None:
+    """Make a command that is no launcher the program of each task, unless it surely trains nothing,
+    as mkdir. A launcher among its words gets a note."""
+    inner = r"(.*/)?(torchrun|accelerate|deepspeed|composer)|torch\.distributed\.(run|launch)"
+    if any(re.fullmatch(inner, text) for word in words[1:] for text in word.text.split()):
+        text = f"{words[0].text} starts a launcher of its own in each task, as it is written"
+        launch.mark(words[0].line, "", f"{text}: its restarts and workers are not hpc-ddp's")
+    if not _NO_TRAINING.fullmatch(words[0].text):
+        launch.weight, launch.program, launch.args = 2, words[0], words[1:]
+        launch.add("no-python", words[0])
+
+
+def read_shell(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
+    """Read ``bash -c '…'``: the text, a script of its own, becomes `inner`, its arguments `args`.
+    In a task ``bash file``, or a text that is all code, is the program. Return no words."""
+    at = next((i for i, w in enumerate(words[:3]) if re.fullmatch(r"-[a-z]*c", w.text)), 0)
+    text = words[at + 1] if at + 1 < len(words) else literal("")
+    is_known = not launch.step or any(not p.is_code and p.text.strip() for p in text.parts)
+    if at and is_known:  # else bash reads it in the task
+        launch.inner, launch.args = text, words[at + 3 :]
+        if options := re.sub("[-c]", "", "".join(word.text for word in words[1 : at + 1])):
+            note = f'bash -{options}: left out: worker-setup = ["set -…", or "source …profile"]'
+            launch.mark(words[0].line, "", note)
+    elif launch.step:
+        take_command(words, launch)
+    return []
+
+
+def read_image(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
+    """Read Singularity, Apptainer or Shifter with the image; return the words behind. ``run`` with
+    a program that is no launcher is read as ``exec``, and its line is lost; ``shell`` and the like
+    are no launch."""
+    tool = words[0].text.rsplit("/", 1)[-1]
+    if tool == "shifter":
+        remaining = launch.take_options(words, _SHIFTER, scope)
+    else:
+        verbs = ("exec", "run", "shell")
+        at = next((i for i, word in enumerate(words) if i and word.text in verbs), 0)
+        if not at or words[at].text == "shell":
+            return []
+        for word in words[1:at]:
+            launch.mark(word.line, "", f"{tool} {word.text} is left out: container = …")
+        remaining = launch.take_options(words[at:], _IMAGE, scope)
+        launch.settings["image"] = [remaining.pop(0)] if remaining else []
+        if words[at].text == "run" and remaining and is_launcher(remaining[0].text):
+            tool = f"{tool}-run"
+        elif words[at].text == "run":
+            text = f"{tool} run: what the image's runscript does is left out: it is exec here"
+            launch.mark(words[0].line, LOST, text)
+    launch.settings["container-tool"] = [literal(tool, words[0].line)]
+    return remaining
+
+
+def read_wrapper(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
+    """Read a command that enters a container in its own way, as CSC's: its words up to ``exec``
+    become ``container``. Return the words behind ``exec``, [] without it."""
+    at = next((i for i, word in enumerate(words) if word.text == "exec"), len(words))
+    pieces = [piece for word in words[: at + 1] for piece in (" ", word)]
+    launch.settings["container"] = [joined(*pieces[1:])]
+    return words[at + 1 :]
+
+
+def read_env(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
+    """Read ``env`` and its options, and return the words behind: assignments and the program.
+    Variables that ``-u`` names go to `unset`; other options are lost. A command in one word
+    (``-S``) is no launch: then no words are returned."""
+    remaining = words[1:]
+    while remaining and remaining[0].text[:1] == "-":
+        word = remaining.pop(0)
+        if word.text == "--":
+            break
+        name, operand = option_name(word, _ENV_LETTERS, " ".join(_ENV_LETTERS.values()))
+        if name == "split-string":
+            return []
+        if operand is None and name in _ENV_WITH_VALUE and remaining:
+            operand = remaining.pop(0)
+        elif operand and name not in _ENV_WITH_VALUE and word.text[:2] != "--":  # -iu NAME
+            remaining.insert(0, joined("-", operand))
+        if name == "unset" and operand and re.fullmatch(r"[A-Za-z_]\w*", operand.text):
+            launch.env.pop(operand.text, None)
+            launch.unset[operand.text] = word.line, bool(launch.step)
+        else:
+            hint = _ENV_LOST.get(name or "ignore-environment", "there is no such key")
+            launch.mark(word.line, LOST, f"env {word.text}: {hint}")
+    return remaining

@@ -1,0 +1,102 @@
+"""A statement of a job script, and its relations to others."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from hpc_ddp.submission.job_script.bash import syntax
+from hpc_ddp.submission.job_script.bash.scope import Value
+from hpc_ddp.submission.job_script.bash.words import Word
+from hpc_ddp.submission.job_script.launchers.launch import Launch
+
+_LOADS = re.compile(r"\s*(module|ml|source|\.|conda|spack|eval)\s")
+
+_QUOTED = re.compile(r"""'[^']*'|"(?:\\.|[^"\\])*"|\\.""", re.S)
+
+
+@dataclass
+class Statement:
+    """One statement of a script: an assignment (of `assigned` to `name`), a launch, a function
+    (`defines`), or another command or block, which may set the variables `sets`.
+
+    `lines` are its first and last line in the script; `inside` says that each task runs it, in
+    ``bash -c``; `output` is the file that a launch writes to. `lost` is the reason why the
+    statement can't be taken over, `decided` the reason why hpc-ddp does itself what it does; ''
+    without.
+    """
+
+    text: str
+    lines: tuple[int, int]
+    words: list[Word] = field(default_factory=list)
+    name: str = ""
+    assigned: Value = None
+    exported: bool = False
+    launch: Launch | None = None
+    inside: bool = False
+    output: str = ""
+    lost: str = ""
+    decided: str = ""
+    defines: str = ""
+    sets: set[str] = field(default_factory=set)
+    of_script: bool = True  # False for one made of a part of a word
+    outer: Launch | None = None  # around the bash -c in whose text it stands
+    shells: tuple[int, ...] = ()  # the child shells that run it, each by a number of its own
+
+    @property
+    def first(self) -> str:
+        return self.words[0].text if self.words else ""
+
+    @property
+    def names(self) -> set[str]:
+        """The variables and functions that the statement may need; some other words may be among
+        them."""
+        return syntax.names_needed(self.text, self.name)
+
+    def ends_only(self, processes: set[str]) -> bool:
+        """Return whether the statement does no more than end processes, as ``kill $PID || true``,
+        all of which are among `processes`, the variables that have their numbers."""
+        match = re.fullmatch(
+            r"kill(?:\s+-\w+)*((?:\s+[\"']?\$\{?\w+\}?[\"']?)+)"
+            r"(?:\s*(?:[12&]?>\s*/dev/null|2>&1))*(?:\s*\|\|\s*(?:true|:))?",
+            self.text,
+        )
+        return bool(match) and {*re.findall(r"\w+", match[1])} <= processes  # type: ignore[index]
+
+    def reports_status(self, variables: set[str]) -> bool:
+        """Return whether an assignment keeps the exit code of the command before it (``rc=$?``), or
+        another statement uses that code, or one of the `variables`, only to print something or to
+        end the script (``exit $rc``)."""
+        if self.name:
+            return bool(re.fullmatch(r"\w+=[\"']?\$(\?|\{PIPESTATUS\[0\]\})[\"']?", self.text))
+        is_asked = self.names & variables or re.search(r"\$(\?|\{PIPESTATUS)", self.text)
+        return bool(is_asked) and syntax.only_reports(syntax.parse(self.text))
+
+
+def first_load(statements: Sequence[Statement]) -> int:
+    """Return the index of the first statement that loads a module, another file or an environment,
+    which may set any variable; the number of statements without one."""
+    loads = (i for i, s in enumerate(statements) if s.words and _LOADS.match(s.text))
+    return next(loads, len(statements))
+
+
+def with_functions(statement: Statement, functions: Mapping[str, Statement]) -> list[Statement]:
+    """Return the statement, and those of the `functions` (by name) that it needs, directly or
+    through another function."""
+    needed, pending = {statement.defines: statement}, [statement]
+    while pending:
+        for name in (pending.pop().names & functions.keys()) - needed.keys():
+            needed[name] = functions[name]
+            pending.append(functions[name])
+    return [*needed.values()]
+
+
+def inner_text(word: Word) -> str:
+    """Return the text that ``bash -c`` gets, as a script: a variable in single quotes, where the
+    outer bash has put its value, stands in double quotes of its own: ``echo 'a $X'`` is then
+    ``echo 'a '"${X}"''``."""
+    code = rf"\$\{{(?:{'|'.join(word.names or '!')})\}}"
+    return _QUOTED.sub(
+        lambda m: re.sub(code, r"""'"\g<0>"'""", m[0]) if m[0][0] == "'" else m[0], word.script
+    )
