@@ -17,7 +17,7 @@ SCRIPT = """\
 #SBATCH --gpus-per-node=4
 #SBATCH --time=1:00:00
 module load cuda
-rm -rf old
+scancel -n old
 export HF_TOKEN=hf_abcdefghijklmnopqrstuvwx
 srun torchrun --nnodes=2 --nproc_per_node=4 --rdzv_backend=c10d train.py --lr 0.1
 """
@@ -54,7 +54,7 @@ def test_writes_a_file_that_renders(folder: Path, monkeypatch: pytest.MonkeyPatc
     assert sorted((folder / "hpc-ddp.toml").read_text().splitlines()) == sorted(FILE.splitlines())
     assert "taken over: 5 lines" in result.stdout
     assert "not taken over: 2 lines" in result.stdout
-    assert "        6  rm -rf old" in result.stdout
+    assert "        6  scancel -n old" in result.stdout
     assert "hf_abc" not in result.output
     starts_over = "train.py does not use hpc_ddp.training: after a preemption it starts over"
     assert starts_over in result.stdout
@@ -96,7 +96,7 @@ def test_leaves_a_file_as_it_is_and_shows_the_difference(folder: Path) -> None:
 def test_bash_goes_on_to_export_a_name(folder: Path) -> None:
     """What is assigned behind an ``export`` of the name, or to one of the login's, counts."""
     lines = "export LR=0.4\nLR=0.1\nexport DATA=/d\nDATA=$DATA/x\nPATH=/x:$PATH\nlocal=3\n"
-    (folder / "job.sbatch").write_text(SCRIPT.replace("rm -rf old\n", lines))
+    (folder / "job.sbatch").write_text(SCRIPT.replace("scancel -n old\n", lines))
     assert run("job.sbatch").exit_code == 0
     text = (folder / "hpc-ddp.toml").read_text()
     setup = text.partition("setup = [")[2].partition("\n]")[0]

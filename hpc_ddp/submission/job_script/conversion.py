@@ -19,8 +19,10 @@ STARTS_PYTHON = (
     r"(?!\w+=|(echo|printf|log)\b).*\bpython[\d.]*\s+(-[A-Za-ln-z]\s+)*"
     r"([^\s-]\S*\.py\b|-m\s+(?!pip|venv|site|json)\S)"
 )
+DELETES = "it deletes something: setup or teardown, if needed"
 VERDICT = "hpc-ddp says how the launch ended, and ends the job by that"
 _TRAINS = "it may start a training: name its program in script, or submit it as its own job"
+PRINTS = re.compile(r"(echo|printf|date|env|printenv|set|hostname|nvidia-smi|module list|which)\b")
 # A trap that prints how a command has failed, and may end the script.
 PRINTS_ON_ERROR = (
     r"trap\s+(--\s+)?(?P<quote>[\"'])(\s*(echo|printf|date|exit)\b"
@@ -35,7 +37,12 @@ ON_EXIT = re.compile(
 # Words of `rm` behind its options, all of which name what is temporary.
 _TEMPORARY = (
     r"(\s+[\"']?(?!\S*\.\.)(/tmp/|/dev/shm/|\$\{?(SLURM_)?TMPDIR\b|\$\{?\w*(TMP|TEMP|CACHE)\w*\b)"
-    r"[^\s;&|]*)+\s*([;&|)\n]|$|(EXIT|0)\b)"
+    r"[^\s;&|]*)+(\s*\d?>+&?\s*\S+)*\s*([;&|)\n]|$|(EXIT|0)\b)"
+)
+# A line that does no more than delete files or folders with names, but not those of runs.
+ONLY_DELETES = re.compile(
+    r"rm(\s+-\w+)*(\s+[\"']?(?!\S*\.\.|\S*\bruns\b)([\w.${}~-]*/)*\w[\w.-]*(/|/\*)?[\"']?(?=\s|$))+"
+    r"(\s*\d?>+&?\s*\S+)*(\s*\|\|\s*(true|:))?"
 )
 # A job submits itself: by its name, or, behind another one, by a variable.
 _REQUEUES = (
@@ -63,9 +70,11 @@ Rules = tuple[tuple[str, tuple[bool, ...], str], ...]
 REFUSED: Rules = (
     (rf"(?!.*({_REQUEUES}))(?!{PRINTS_ON_ERROR}\s*(\n|$))(?!{ON_EXIT.pattern})trap\s", _AROUND,
      "a trap: notices reach the workers; clean-up: teardown = […]"),
-    (r".*=[\"']?(<[^<>\n|&;()]+>|your[-_]\w+)", _AROUND, "a placeholder: write your own"),
-    (rf"(?!.*({_REQUEUES})).*(\brm\s+-\w*r\w*\b(?!{_TEMPORARY})|\b(pkill|killall|scancel)\s)|kill\s",
-     _AROUND, "it deletes or ends something: setup or teardown, if needed"),
+    (r".*(=[\"']?(<[^<>\n|&;()]+>|your[-_]\w+)|\s'<[A-Za-z][\w .-]*>'$)", _AROUND,
+     "a placeholder: write your own"),
+    (rf"(?!.*({_REQUEUES}))(?!.*\brm\s).*\b(pkill|killall|scancel)\s|kill\s", _AROUND,
+     "it ends something: setup or teardown, if needed"),
+    (rf"(?!.*({_REQUEUES})).*(\brm\s+-\w*r\w*\b(?!{_TEMPORARY}))", _AROUND, DELETES),
     (r"(?!echo|printf).*\bsrun\s([^\"']*\s:\s|.*--(het|pack)-group)", _AROUND,
      f"{NO_COMPONENTS}: submit each component as a job of its own"),
     (rf"(?!.*({_REQUEUES})).*\bsbatch\s", _AROUND,
@@ -240,6 +249,7 @@ class ArgumentWriter:
 def first_reason(rules: Rules, text: str, is_after: bool) -> str:
     """Return the reason of the first rule that fits a statement's `text` at its place, behind the
     launch (`is_after`) or before it; '' if none fits."""
+    text = re.sub(r"(\{\w+:?\?)[^{}`$]*\}", r"\1}", text)  # what bash prints of an unset variable
     text = PRINTED_TEXT.sub(" ", text) if "sbatch" in text else text
     fitting = (rule for rule in rules if re.match(rule[0], text, re.S))
     return next((reason for _, places, reason in fitting if is_after in places), "")

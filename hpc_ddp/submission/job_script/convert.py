@@ -14,7 +14,7 @@ from hpc_ddp.core.job.variables import is_of_hpc_ddp
 from hpc_ddp.submission.job_script import program, secrets
 from hpc_ddp.submission.job_script.bash.scope import Scope, Value
 from hpc_ddp.submission.job_script.bash.words import literal
-from hpc_ddp.submission.job_script.conversion import LOST, STARTS_PYTHON, Conversion
+from hpc_ddp.submission.job_script.conversion import LOST, PRINTS, STARTS_PYTHON, Conversion
 from hpc_ddp.submission.job_script.directives import (
     not_set,
     read_directives,
@@ -25,8 +25,10 @@ from hpc_ddp.submission.job_script.directives import (
 )
 from hpc_ddp.submission.job_script.launchers.launch import Launch
 from hpc_ddp.submission.job_script.project_file import is_code
+from hpc_ddp.submission.job_script.statements.names import pass_on
+from hpc_ddp.submission.job_script.statements.open_commands import leave_empty
 from hpc_ddp.submission.job_script.statements.reader import Reader
-from hpc_ddp.submission.job_script.statements.sorting import PRINTS, Sorter
+from hpc_ddp.submission.job_script.statements.sorting import Sorter
 from hpc_ddp.submission.job_script.statements.statement import Statement, first_load
 
 _LOGIN = (  # what a login shell reads: bash(1), INVOCATION
@@ -44,6 +46,9 @@ _OTHERS = re.compile(
 )
 _ON_ERROR = re.compile(r"trap\s.*\sERR\s*$", re.S)
 _OF_GPUS = re.compile("SLURM_GPUS")
+# Settings with code, and a variable in it, also with a default.
+_WITH_NUMBERS = {"args", "setup", "node-setup", "worker-setup", "teardown"}
+_VARIABLE = re.compile(r"(?<!\\)\$(?:(\w+)|\{(\w+)(?::?-[^{}]*)?\})")
 _OF_JOB = re.compile(r"\bSLURM_(JOB_?ID|ARRAY_JOB_ID)\b")
 _DRAWN = re.compile(r"\$\{?S?RANDOM\b|\$\{?\$|[(`]\s*(date|mktemp|uuidgen)\b")
 
@@ -127,17 +132,21 @@ def _has_fewer_tasks(result: Conversion, numbers: Mapping[str, int]) -> bool:
 
 
 def _write_numbers(result: Conversion, numbers: Mapping[str, int]) -> None:
-    """Write the numbers of the script's tasks and GPUs into ``env``, in place of variables that
-    have other values in hpc-ddp's job, or none. `numbers` are as from `sizes`."""
+    """Write the numbers of the script's tasks and GPUs into ``env``, arguments and set-up lines, in
+    place of variables that have other values in hpc-ddp's job, or none. `numbers` are as from
+    `sizes`."""
     changed = _OF_TASKS if _has_fewer_tasks(result, numbers) else _OF_GPUS
 
     def number_of(match: re.Match[str]) -> str:
-        name = re.sub(r"[${}]", "", match[0])
+        name = match[1] or match[2]
         is_other = name in numbers and (changed.fullmatch(name) or _OF_GPUS.fullmatch(name))
         return str(numbers[name]) if is_other else match[0]
 
     for name, (text, line) in result.env.items():
-        result.env[name] = re.sub(r"\$\{?\w+\}?", number_of, text), line
+        result.env[name] = _VARIABLE.sub(number_of, text), line
+    for key in _WITH_NUMBERS & result.lists.keys():
+        entries = result.lists[key]
+        result.lists[key] = [(_VARIABLE.sub(number_of, text), line) for text, line in entries]
     texts = [text for text, _ in result.env.values()]
     texts += [text for key in result.lists for text, _ in result.lists[key] if key != "expand"]
     texts += [str(setting) for setting, _ in result.values.values()]
@@ -206,6 +215,7 @@ def _choose_launch(reader: Reader, result: Conversion) -> tuple[Launch | None, i
             chosen.lost = f"{text}: submit it as a job of its own: --nodes N"
             return None, at
         result.note(chosen.lines[0], f"{text}: hpc-ddp starts it on all")
+    leave_empty(training, statements, reader.open_commands)
     return training, at
 
 
@@ -281,7 +291,7 @@ def convert(
         words = [literal(argument) for argument in arguments] or None
         scope = Scope(
             folders, numbers, not_set(directives), words, bool(words), not words,
-            guesses=guesses, defaults=defaults,
+            of_shell=environ.keys(), guesses=guesses, defaults=defaults,
         )  # fmt: skip
         reader = Reader(scope)
         reader.read(text)
@@ -300,7 +310,8 @@ def convert(
     statement = reader.statements[at] if launch else Statement("", (0, 0))
     program.take(statement, result, directives, reader, cwd, folder)
     take_tasks(directives, result, (text, _program_text(result, folder)))
-    missing = sorter.check(environ)
+    missing, optional = pass_on(reader.statements, sorter.kept, result, environ)
+    scope.defaults |= optional
     if arguments:
         for key in {"setup", "teardown"} & result.lists.keys():
             lines = [line for line, _ in result.lists[key]]

@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from hpc_ddp.core.job.checks import JOB_NAME
 from hpc_ddp.core.job.slurm_options import SBATCH, SHORT_OPTIONS, as_raw
 from hpc_ddp.core.job.slurm_values import gpus_of
 from hpc_ddp.submission.job_script.bash.words import Word, literal
@@ -175,6 +176,9 @@ def _take_option(name: str, operand: str, line: int, result: Conversion, file: s
     """Put one option of sbatch into a conversion: under its own key, or as a raw option. `file` is
     as in `take_directives`."""
     text = as_raw(name, operand)
+    if name == "job-name" and not JOB_NAME.fullmatch(operand):
+        operand = re.sub(r"[^\w .+=,@-]+", "", operand).lstrip(" .+=,@-")[:100] or "job"
+        result.note(line, f"{text}: job-name = {operand!r}, for a folder is named by it")
     if name in ("output", "error", "job-name", "chdir", "array") or name in _OWN_KEYS:
         result.values[name] = operand, line
     elif name == "exclusive" and not operand:
@@ -252,6 +256,7 @@ def sizes(directives: Directives) -> dict[str, int]:
         **dict.fromkeys(("SLURM_NNODES", "SLURM_JOB_NUM_NODES"), nodes),
         **dict.fromkeys(("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE"), gpus_here),
         **dict.fromkeys(("SLURM_NTASKS", "SLURM_NPROCS"), tasks),
+        "SLURM_GPUS_PER_TASK": of_task,
         **{"SLURM_NTASKS_PER_NODE": per_node, "SLURM_GPUS": gpus},
         "SLURM_CPUS_PER_TASK": directives.number("cpus-per-task"),
     }

@@ -14,7 +14,7 @@ from hpc_ddp.submission.job_script.directives import (
     take_gpus,
     take_other_gres,
 )
-from hpc_ddp.submission.job_script.launchers.accelerate import take_yaml
+from hpc_ddp.submission.job_script.launchers.accelerate import take_defaults, take_yaml
 from hpc_ddp.submission.job_script.launchers.launch import Launch
 from hpc_ddp.submission.job_script.launchers.options import is_of_pyxis
 from hpc_ddp.submission.job_script.sizes import take_sizes
@@ -64,6 +64,7 @@ def take(
     _take_marks(launch, result)
     if config := launch.options.get("config-file", (None, 0))[0]:
         take_yaml(launch, config, result, cwd)
+    take_defaults(launch, result)
     take_sizes(launch, result, directives, numbers, gpus)
 
 
@@ -179,6 +180,10 @@ def _take_program(launch: Launch, result: Conversion, cwd: Path, folder: Path) -
     options = " ".join(word.text for key in keys for word in launch.settings.get(key, []))
     is_elsewhere = launch.folder is None or bool(re.search("--(container-workdir|pwd)", options))
     is_away = (is_in_image and not Path(name).is_file()) if os.path.isabs(name) else is_elsewhere
+    if not kind and (made_at := _line_that_makes(name, result)):
+        text = "is made by that line: the job runs it where it is, and not a copy of now"
+        result.note(made_at, f"{name} {text}")
+        is_away = True
     if "$" in name or (kind == {"module"} and is_elsewhere) or (not kind and is_away):
         python = launch.settings.pop(
             "python", [literal("python3" if is_in_image else "python", line)]
@@ -195,6 +200,18 @@ def _take_program(launch: Launch, result: Conversion, cwd: Path, folder: Path) -
         is_below = Path(os.path.realpath(place)).is_relative_to(os.path.realpath(cwd))
         name = os.path.relpath(place, folder) if is_below else str(place)
     result.values["script"] = name, line
+
+
+def _line_that_makes(name: str, result: Conversion) -> int:
+    """Return the line of a set-up line that writes or changes the file `name`, 0 without one."""
+    file = rf"[\"']?(?:\./)?{re.escape(name)}[\"']?(?=\s*(?:$|[\n;&|)]))"
+    same = rf"\S*/{re.escape(name)}\s+(?:\.|\./|\"?\$\{{?PWD\}}?\"?)(?=\s*(?:$|[\n;&|)]))"
+    stem = rf"nbconvert\b[^\n;&|]*[\s/\"']{re.escape(name.removesuffix('.py'))}(?:\.ipynb|\b)"
+    copies = rf"\b(?:cp|mv|ln|install|rsync)\s(?:[^\n;&|]*\s)?(?:{file}|{same})"
+    writes = rf"(?<!2)>\s*{file}|\b(?:tee|sed\s+-\w*i\S*)\s[^\n;&|]*\s{file}"
+    makes = re.compile(rf"{stem}|{copies}|{writes}")
+    setup = result.lists.get("setup", ())
+    return next((line for text, line in setup if makes.search(text)), 0)
 
 
 def _has_environment(launch: Launch, directives: Directives) -> bool:
@@ -258,5 +275,7 @@ def _take_image(launch: Launch, directives: Directives, result: Conversion) -> N
 
 
 def _of_home(text: str) -> str:
-    """Return a path with the home folder in place of ``~`` or ``$HOME`` at its beginning."""
+    """Return a path with the home folder in place of ``~`` or ``$HOME`` at its beginning, and with
+    the user's name in place of ``$USER``."""
+    text = re.sub(r"\$(USER\b|\{USER\})", lambda match: os.environ.get("USER", match[0]), text)
     return os.path.expanduser(re.sub(r"^\$\{?HOME\}?(?=/)", "~", text))

@@ -33,7 +33,11 @@ _FORM = re.compile(
 # A key without more in its name may be one of a table: then its value is a word.
 _OF_A_TABLE = re.compile(r"(?i:(?!.*(?:api|access|private)).*key)[=:\s\"']*")
 # Words of a language model are tokens: a name that goes on is a secret's by its value.
-_OF_TOKENS = re.compile(r"(?i:(?!.*(?:secret|passw|key|auth)).*token_[a-z]\w*)[=:\s\"']*")
+_OF_TOKENS = re.compile(
+    r"(?i:(?!.*(?:secret|passw|key|auth)).*"
+    r"(?:token_[a-z]\w*|(?:pad|[be]os|mask|unk|sep|cls|image|img|video|audio|start|end|stop)[_-]?token))"
+    r"[=:\s\"']*"
+)
 
 
 def looks_secret(text: str) -> bool:

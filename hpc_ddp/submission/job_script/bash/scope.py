@@ -8,12 +8,13 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 from hpc_ddp.core.job.variables import OF_A_RANK
 from hpc_ddp.submission.job_script.bash.syntax import (
     Node,
+    is_added,
     is_pattern,
     names_in,
     sets_anything,
@@ -27,6 +28,9 @@ _ARRAY = re.compile(r"\$\{(\w+)\[[@*]\]\}")
 # A job, or each of its workers, has these whatever its script does.
 OF_A_JOB = re.compile(
     rf"SLURM\w*|HOME|USER|LOGNAME|TMPDIR|HOSTNAME|CUDA_VISIBLE_DEVICES|{OF_A_RANK}"
+)
+_READS_DEVICES = re.compile(
+    r"IFS=[\"']?,[\"']?\s+read\s+-r?a\s+(\w+)\s*<<<\s*\"?\$\{?CUDA_VISIBLE_DEVICES\}?\"?$"
 )
 # Bash's own variables that have another value each time.
 _CHANGES = re.compile(r"S?RANDOM|SECONDS|LINENO|BASHPID|EPOCH(REAL)?SECONDS")
@@ -47,6 +51,8 @@ class Scope:
     are_set: bool = False  # a set-up line gives the job the script's arguments
     has_none: bool = False  # the script is taken to be submitted without any
     is_open: bool = False
+    of_shell: Set[str] = frozenset()  # the variables of the shell that will submit
+    of_devices: set[str] = field(default_factory=set)  # arrays of the node's GPUs
     versions: Counter[str] = field(default_factory=Counter)
     guesses: set[str] = field(default_factory=set)  # variables that are taken to be unset
     defaults: set[str] = field(default_factory=set)  # those whose defaults are used: ${NAME:-x}
@@ -91,6 +97,9 @@ class Scope:
         elif target.type == "variable_name":
             assigned = self.word(content)
         old = self.values.get(name)
+        if self._is_open_at_its_end(name) and is_added(name, source(node)):
+            self.leave_open(name)
+            return name
         if source(node)[len(source(target)) :].startswith("+="):
             if isinstance(old, list) and isinstance(assigned, list):
                 assigned = [*old, *assigned]
@@ -104,15 +113,43 @@ class Scope:
         self.set(name, None if _CHANGES.fullmatch(name) else assigned)
         return name
 
+    def leave_open(self, name: str) -> None:
+        """Put code for all that the job adds to the variable `name`, which is known, behind its
+        value; further additions belong to that code. The lines that set the variable up to here
+        are to leave it empty in the job."""
+        old = self.values[name]
+        self.versions[name] += 1
+        if isinstance(old, list):
+            tail = Word((self._code_part(f"${{{name}[@]}}", True),), old[-1].line if old else 0)
+            self.values[name] = [*_without_tail(old, tail), tail]
+        elif old is not None:
+            part = self._code_part(f"${{{name}-}}", False)  # a default: it is not expanded again
+            is_open = old.parts[-1:] and old.parts[-1].text == part.text
+            parts = old.parts[:-1] if is_open else (*old.parts, Part(" "))
+            self.values[name] = replace(old, parts=(*parts, part))
+
+    def _is_open_at_its_end(self, name: str) -> bool:
+        """Return whether `leave_open` has put code behind the value of the variable `name`."""
+        old = self.values.get(name)
+        parts = (
+            [p for word in old[-1:] for p in word.parts]
+            if isinstance(old, list)
+            else ([*old.parts[-1:]] if old else [])
+        )
+        return any(part.text in (f"${{{name}[@]}}", f"${{{name}-}}") for part in parts)
+
     def set(self, name: str, assigned: Value) -> None:
         """Set the variable `name`; to None where from here on only the job knows its value."""
         self.values[name] = assigned
         self.versions[name] += 1
 
-    def forget_changes(self, text: str, first: str, names: Iterable[str]) -> None:
+    def forget_changes(self, text: str, first: str, names: Set[str], growing: Set[str]) -> None:
         """Forget what a command may change, by its `text` and its `first` word: the variables
-        `names`, the script's arguments, and the folder."""
-        for name in names:
+        `names`, of which `growing` keep what they have (`leave_open`), the script's arguments, and
+        the folder."""
+        for name in growing:
+            self.leave_open(name)
+        for name in names - growing:
             self.set(name, None)
         if re.search(r"\bshift\b|\bset\s+--|\bgetopts\b", text):
             self.has_none = False
@@ -120,9 +157,16 @@ class Scope:
                 self.arguments = None  # from here on only the job knows them
         if sets_anything(text):
             self.is_open = True
+        if match := _READS_DEVICES.match(text):
+            self.of_devices.add(match[1])
         before = r"[\s;&\"']" if first == "eval" else r"[\s;&]"
         if first != "cd" and re.search(rf"(^|{before})(cd|pushd|popd)\b", text):
             self.set("PWD", None)
+
+    def shift_arguments(self, last: Word) -> None:
+        """Drop the arguments that a ``shift`` drops, whose `last` word is their number, if any."""
+        count = self.number(last)  # of `shift` alone there is none
+        self.arguments = (self.arguments or ())[1 if count is None else count :]
 
     def change_folder(self, words: Sequence[Word]) -> None:
         """Set PWD to the folder of a ``cd`` of `words`; to None where only the job knows it."""
@@ -163,10 +207,13 @@ class Scope:
             yield self._code_part(text, True) if number is None else Part(str(number))
         elif text in ("$(pwd)", "`pwd`") and isinstance(folder := self.values.get("PWD"), Word):
             yield from folder.parts
+        elif re.fullmatch(r"(\$\(|`)(whoami|id -un)[)`]", text):
+            yield self._code_part("$USER", is_quoted)
         elif kind in ("simple_expansion", "expansion"):
-            blank = text[: -len(text.lstrip())]  # tree-sitter has it in the node
+            variable = re.sub(r"^(\s|\\\n)+", "", text)
+            blank = text[: -len(variable)]  # tree-sitter has it in the node
             yield from [Part(blank, False, not is_quoted)] if blank else []
-            yield from self._expanded(node, text.lstrip(), is_quoted)
+            yield from self._expanded(node, variable, is_quoted)
         elif kind in ("string", "concatenation", "command_name", "word"):
             inner = is_quoted or kind == "string"
             at = node.start_byte
@@ -245,7 +292,7 @@ class Scope:
             self.defaults.add(name)
             return True
         is_gone = name.isdigit() and self.are_set and self.arguments is None
-        if self.is_open or OF_A_JOB.fullmatch(name) or is_gone:
+        if self.is_open or OF_A_JOB.fullmatch(name) or is_gone or name in self.of_shell:
             return False
         if self.arguments is None or not name.isdigit():
             self.defaults.add(name)
@@ -276,6 +323,10 @@ class Scope:
             return int(eval(text.replace("/", "//"), {"__builtins__": {}}))
         except (SyntaxError, ArithmeticError, TypeError, ValueError):
             return None
+
+
+def _without_tail(words: list[Word], tail: Word) -> list[Word]:
+    return words[:-1] if words and words[-1].text == tail.text else words
 
 
 def _is_readable(assigned: Word, is_quoted: bool) -> bool:

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import operator
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from hpc_ddp.core.errors import UsageError
+from hpc_ddp.submission.job_script.bash.quotes import without_quoted_texts
 
 if TYPE_CHECKING:
     from hpc_ddp.submission.job_script.bash.scope import Scope, Value
-    from hpc_ddp.submission.job_script.bash.words import Word
 
 Node = Any  # a tree_sitter.Node: the package is optional
-Branch = tuple[list[Node], list[Node]]  # the commands of its condition, and its lines
 _ARGUMENTS = re.compile(r"(?<!\\)\$(?:[1-9@*#]|\{(?:[1-9@*](?!:?-)[^}]*|#)\})")
 _ALL_ARGUMENTS = re.compile(r"(?<!\\)\$(?:[@*]|\{[@*]\})")
+_HAS_ARGUMENTS = re.compile(
+    r"(\[\[?|test|\(\()\s*(\"?\$(#|\{#\})\"?\s*((-gt|-ne|!=|>)\s*\"?0\"?|-ge\s*1)?"
+    r"|-n\s+\"?\$(1|\{1:?-?\})\"?|\"?\$(1|\{1:?-?\})\"?\s*!=\s*\"\")\s*(\]\]?|\)\)|)"
+)
 # Lines that end within a word, and what follows of it.
 _CHUNK = rb"""(?:\$\([^()]*\)|[^\s\\"'`;&|()<>]|"(?:\\.|[^"\\])*"|'[^'\n]*'|\\[^\n])+"""
 _BROKEN_WORD = re.compile(rb"(?:(?:\\\n)+%b)+" % _CHUNK, re.S)
@@ -24,14 +26,6 @@ _OF_WORDS = ("word", "string", "raw_string", "concatenation", "number", "command
              "simple_expansion", "expansion", "command_substitution")  # fmt: skip
 _BARE_TEXT = re.compile(rb"[ \t]*<<[^<]")  # a here-document that has no command
 _IN_TEXT = ("string", "heredoc_body", "simple_expansion", "expansion")
-_OPERATORS: dict[str, Callable[..., bool]] = {
-    **dict.fromkeys(("=", "==", "-eq"), operator.eq),
-    **{"!=": operator.ne, "-ne": operator.ne, "-gt": operator.gt, "-lt": operator.lt},
-    **{"-ge": operator.ge, "-le": operator.le},
-}
-_COMPARISONS = {"==": "-eq", "!=": "-ne", ">": "-gt", "<": "-lt", ">=": "-ge", "<=": "-le"}
-_OPERAND = r"(\w+|\$\w+|\$\{#?\w+(?:\[[@*]\])?\})"
-_ARITHMETIC = re.compile(rf"^\(\(\s*{_OPERAND}\s*([=!<>]=|[<>])\s*{_OPERAND}\s*\)\)$")
 # Commands by which scripts count the job's nodes, the GPUs of their node, and those of a list.
 _NODES = r"(\$\(|`)\s*scontrol\s+show\s+hostnames?(\s+\"?\$\{?SLURM_(JOB_)?NODELIST\}?\"?)?\s*"
 _COUNTS_NODES = re.compile(rf"{_NODES}\|\s*wc -[lw]\s*[)`]")
@@ -73,7 +67,9 @@ def parse(text: str) -> Node:
     language = tree_sitter.Language(tree_sitter_bash.language())
     parser, before = tree_sitter.Parser(language), b""
     text = re.sub(r"(\\(\n|$)\s*)+$", "", text) + "\n"  # a line that goes on, and does not
-    code = re.sub(r"=(<[\w .-]+>)(?=\s)", r"='\1'", text).encode()  # a placeholder, no redirection
+    # A placeholder, and no redirection.
+    text = re.sub(r"(?m)(?<=\s)(<[A-Za-z][\w .-]*>)(?=[ \t]*$)", r"'\1'", text)
+    code = re.sub(r"=(<[\w .-]+>)(?=\s)", r"='\1'", text).encode()
     while code != before:
         root, before = parser.parse(code).root_node, code
         code = _with_whole_words(root, code)
@@ -128,59 +124,8 @@ def uses_arguments(text: str, is_without: bool = False) -> bool:
     """Return whether some code uses the script's own arguments (``$1``, ``$@``, ``$#``). One with a
     default, ``${1:-x}``, does not count; nor do those of awk or Python, in single quotes. With
     `is_without`, for a script without arguments, ``$@`` does not count either."""
-    code = re.sub(r"'[^']*'", "", text)
+    code = without_quoted_texts(text)
     return bool(_ARGUMENTS.search(_ALL_ARGUMENTS.sub("", code) if is_without else code))
-
-
-def truth_of(node: Node, scope: Scope, is_guessed: bool) -> bool | None:
-    """Return whether a condition holds, as ``[ $N -gt 1 ]`` or ``((N > 1))``; None where only the
-    job knows, or where the condition is more than one comparison. `is_guessed` is as in
-    `_is_empty`."""
-    text = _ARITHMETIC.sub(_as_test, source(node).strip())
-    text = re.sub(r"\$\{(\w+):?-\}", r"$\1", text)  # by `set -u`: no other value
-    match = re.fullmatch(r"\[\[?(|\s.*?)\s+(==?|!=|-\w+)\s+(.*?)\s+\]\]?", text, re.S)
-    is_unknown = uses_arguments(text) and scope.arguments is None
-    if not match or is_unknown or re.search(r"[&|<>()*?]", text.replace("$((", "")):
-        return {"true": True, "false": False}.get(text)
-    words = scope.words(commands_of(parse(f": {match[1]} {match[3]}"))[0].named_children[1:])
-    texts = [word.text for word in words]
-    if match[2] in ("-z", "-n") and not match[1] and len(words) < 2:
-        is_empty = _is_empty(words, scope, is_guessed)
-        return None if is_empty is None else is_empty == (match[2] == "-z")
-    if len(words) != 2 or match[2] not in _OPERATORS:
-        return None
-    numbers = [scope.number(word) for word in words]
-    if all(number is not None for number in numbers):
-        return bool(_OPERATORS[match[2]](*numbers))
-    if match[2].startswith("-") or not all(word.is_static for word in words):
-        return None
-    return bool(_OPERATORS[match[2]](*texts))
-
-
-def _as_test(match: re.Match[str]) -> str:
-    """Return the test that an arithmetic comparison of `_ARITHMETIC` is."""
-    first, comparison, second = match.groups()
-    operands = [re.sub(r"^(?=[A-Za-z_])", "$", operand) for operand in (first, second)]
-    return f"[ {operands[0]} {_COMPARISONS[comparison]} {operands[1]} ]"
-
-
-def _is_empty(words: list[Word], scope: Scope, is_guessed: bool) -> bool | None:
-    """Return whether the words of a test by ``-z`` or ``-n``, one or none, are empty; None where
-    only the job knows. Slurm's variables count as set, also that of a job's GPUs. A variable that
-    nothing in the script sets counts as unset if `is_guessed`, and is then added to
-    ``scope.guesses``, or if it is there."""
-    names = [name for word in words for name in word.names]
-    of_slurm = {name for name in names if name.startswith("SLURM_")}
-    if scope.numbers.get("SLURM_GPUS_ON_NODE"):
-        of_slurm |= {"CUDA_VISIBLE_DEVICES"} & {*names} - scope.values.keys()
-    if of_slurm:
-        return bool(of_slurm & scope.not_set)  # one that is set is not empty
-    if any(scope.is_open or name in scope.values for name in names):
-        return None
-    if not is_guessed and not scope.guesses.issuperset(names):
-        return None
-    scope.guesses.update(names)
-    return bool(names) or not any(word.text for word in words)
 
 
 def commands_of(node: Node) -> list[Node]:
@@ -208,32 +153,6 @@ def only_reports(node: Node) -> bool:
     return names <= _REPORTING and not (code or kinds & {"file_redirect", "variable_assignment"})
 
 
-def branches_of(node: Node) -> Iterable[Branch]:
-    """Yield the commands of the condition (none for ``else``) and the lines of each branch of an
-    ``if``. The last command decides."""
-    clauses = [child for child in node.children if child.type in ("elif_clause", "else_clause")]
-    for clause in (node, *clauses):
-        types = [child.type for child in clause.children]
-        start = types.index("then") if "then" in types else 0
-        yield (
-            [child for child in clause.children[:start] if child.is_named],
-            [child for child in clause.children[start:] if child.is_named and child not in clauses],
-        )
-
-
-def running_branch(branches: list[Branch], scope: Scope, is_guessed: bool) -> int | None:
-    """Return the index of the branch that runs, and the number of branches where none does; None
-    where only the job knows. `scope` and `is_guessed` are as in `truth_of`."""
-    for number, (condition, _) in enumerate(branches):
-        truths = [truth_of(command, scope, is_guessed) for command in condition]
-        is_true = truths[0] if len(truths) == 1 else None if truths else True
-        if is_true is None:
-            return None
-        if is_true:
-            return number
-    return len(branches)
-
-
 def set_in(node: Node) -> set[str]:
     """Return the variables that a block may set, as ``N`` by ``for N in 1 2``, ``read N`` or
     ``((N++))``; some of its other words may be among them."""
@@ -247,6 +166,20 @@ def set_in(node: Node) -> set[str]:
         elif kind.endswith("_expression") and re.search(r"[^=!<>]=[^=]|\+\+|--", source(inner)):
             names |= {*words[:1]}
     return {name for name in names if re.fullmatch(r"[A-Za-z_]\w*", name)}
+
+
+def is_added(name: str, text: str) -> bool:
+    """Return whether an assignment of the variable `name` adds to its end: ``NAME+=…``,
+    ``NAME="$NAME …"`` or ``NAME=("${NAME[@]}" …)``."""
+    old = rf"\(\s*\"\$\{{{name}\[@\]\}}\"\s|\"?\$({name}|\{{{name}\}})[\s\"]"
+    return bool(re.match(rf"{name}(\+=|=({old}))", text))
+
+
+def is_only_added(name: str, node: Node) -> bool:
+    """Return whether a block sets the variable `name` by additions to its end alone."""
+    texts = [source(inner) for inner in _descend(node) if inner.type == "variable_assignment"]
+    of_name = [text for text in texts if re.match(rf"{name}\b", text)]
+    return bool(of_name) and all(is_added(name, text) for text in of_name)
 
 
 def sets_anything(text: str) -> bool:
@@ -268,7 +201,7 @@ def names_needed(text: str, name: str) -> set[str]:
     - ``trap 'f' EXIT`` with "": {"f"}, which may be a function
     """
     is_trap = text.startswith("trap")  # it runs its text
-    text = re.sub("[\"']" if is_trap else r"(?<!\\)'[^']*'", " ", text)
+    text = re.sub("[\"']", " ", text) if is_trap else without_quoted_texts(text)
     before = r"(?:trap(?:\s+--)?|then|do|else|elif|if|while|until|time)\b"
     called = re.findall(rf"(?:^|[;&|({{`!\n]|\b{before})\s*(?!{before})([A-Za-z_]\w*)", text)
     exported = text.split()[2:] if text.startswith("export -f") else []
@@ -306,7 +239,9 @@ def with_counts(code: str, scope: Scope) -> str:
     if listed and not isinstance(listed, list) and listed.is_static and listed.text:
         count = str(len(listed.text.split(",")))
     code = _COUNTS_NODES.sub("$SLURM_NNODES", code)
-    code = _LENGTH.sub(lambda match: _length(values.get(match[1])) or match[0], code)
+    code = _LENGTH.sub(
+        lambda m: count if m[1] in scope.of_devices else _length(values.get(m[1])) or m[0], code
+    )
     return _COUNTS_LISTED.sub(count, _COUNTS_GPUS.sub("$SLURM_GPUS_ON_NODE", code))
 
 
@@ -371,17 +306,20 @@ def shift_of(node: Node, text: str, line: int) -> int | None:
     return line - 1 if is_whole and last.type in ("string", "raw_string") else None
 
 
-def idle_lines(branches: Iterable[Branch], chosen: int) -> Iterator[tuple[Node, str]]:
-    """Yield the lines of the branches of an ``if`` that do not run, each with the reason; `chosen`
-    is the number of the branch that runs."""
-    for number, (_, lines) in enumerate(branches):
-        reason = "its condition is false" if number < chosen else "an earlier branch runs"
-        yield from ((line, reason) for line in lines if number != chosen)
-
-
 def starts_on_nodes(loop: str) -> bool:
     """Return whether a loop's text has a step on a node of its own, as by ``srun -w $NODE``."""
     return bool(re.search(r"srun[^\n;]*(\\\n[^\n;]*)*\s(-w|-r|--nodelist)", loop))
+
+
+def is_for_arguments(loop: Node) -> bool:
+    """Return whether a loop goes through the script's own arguments, as ``while [ $# -gt 0 ]`` and
+    ``for i in "$@"``."""
+    if loop.type == "for_statement":
+        texts = [source(node) for node in loop.children_by_field_name("value")]
+        return texts in (['"$@"'], ["$@"])
+    return loop.type == "while_statement" and bool(
+        _HAS_ARGUMENTS.fullmatch(source(loop.named_children[0]))
+    )
 
 
 def counter_of(loop: str) -> str:

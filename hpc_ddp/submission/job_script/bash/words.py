@@ -123,6 +123,12 @@ def split_words(word: Word) -> list[Word]:
     return separated(word, r"(?:\s|\\\n)+", only_split=True)
 
 
+def split_text(word: Word) -> list[Word]:
+    """Return the words of a text, as of a command line, that the shell would split at blanks."""
+    parts = tuple(replace(part, splits=True) for part in word.parts)
+    return split_words(replace(word, parts=parts))
+
+
 def separated(word: Word, separator: str, only_split: bool = False) -> list[Word]:
     """Return the words between the separators in the text of a word; `separator` is a regular
     expression. With `only_split` only text that the shell splits is searched. Empty words are left

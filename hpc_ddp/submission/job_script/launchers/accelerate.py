@@ -50,6 +50,16 @@ _NOT_OF_ALL = (
     r"|enable_cpu_affinity|distributed_type|deepspeed_multinode_\w+|\w*hostfile"
 )
 
+# What the launcher passes on beside `use_fsdp` where neither an option nor the configuration says
+# otherwise, and the program would take another value for: accelerate.commands.launch, 1.15.
+_OF_FSDP = {
+    **dict.fromkeys(
+        ("FSDP_USE_ORIG_PARAMS", "FSDP_CPU_RAM_EFFICIENT_LOADING", "FSDP_SYNC_MODULE_STATES"),
+        "true",
+    ),
+    "FSDP_MIN_NUM_PARAMS": "100000000",
+}
+
 
 def read_accelerate(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
     """Read ``accelerate launch`` and its program; return no words. Its options become the variables
@@ -97,6 +107,16 @@ def take_yaml(launch: Launch, word: Word, result: Conversion, cwd: Path) -> None
             result.note(line, text)
     count = keys.get("num_processes")
     launch.processes = launch.processes or (count if isinstance(count, int) else None)
+
+
+def take_defaults(launch: Launch, result: Conversion) -> None:
+    """Put the variables into `result` that ``accelerate launch`` sets by its own defaults for FSDP.
+    To be called with all its other variables there."""
+    texts = {name: word.text for name, word in launch.env.items()}
+    texts = {name: text for name, (text, _) in result.env.items()} | texts
+    if launch.kind == "accelerate" and texts.get("ACCELERATE_USE_FSDP", "").lower() == "true":
+        defaults = {name: text for name, text in _OF_FSDP.items() if name not in texts}
+        result.env |= {name: (text, launch.line) for name, text in defaults.items()}
 
 
 def accelerate_variable(name: str, operand: str) -> tuple[str, str] | None:

@@ -98,6 +98,11 @@ def read_python(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
             remaining.pop(0)
         if flag.text != "-u":
             launch.mark(flag.line, LOST, f"python {flag.text}: a variable, as PYTHONWARNINGS")
+    name = remaining[0].text.rsplit("/", 1)[-1] if remaining else ""
+    if re.fullmatch(r"torchrun|deepspeed", name):  # python `which torchrun`
+        return read_torchrun([literal(name, remaining[0].line), *remaining[1:]], launch, scope)
+    if name == "accelerate":
+        return read_accelerate(remaining, launch, scope)
     module = remaining[1].text if len(remaining) > 1 and remaining[0].text == "-m" else ""
     if module in ("torch.distributed.run", "torch.distributed.launch"):
         start = literal(module.rsplit(".")[-1], remaining[1].line)

@@ -23,7 +23,7 @@ _TORCHRUN = {
     # Of composer and deepspeed, too.
     "|".join(
         [
-            "rdzv-.*|nnode|use-env|world-size|num-nodes|hostfile|stdout|stderr|include|base-rank|verbose",
+            "rdzv-.*|nnode|use-env|world-size|num-nodes|hostfile|stdout|stderr|include|i|base-rank|verbose",
             *TORCHRUN_SETTLED,
         ]
     ): "ours",
@@ -81,8 +81,12 @@ def read_torchrun(words: list[Word], launch: Launch, scope: Scope) -> list[Word]
     if name == "composer":
         launch.add("worker-setup", literal("export NODE_RANK=$GROUP_RANK", line))
     if name == "deepspeed":
-        text = "torchrun starts the workers; its options but for the number of workers are gone"
-        launch.mark(line, LOST, f"the launcher deepspeed: {text}")
+        launch.mark(line, "", "the launcher deepspeed: torchrun starts the workers in its place")
+        chosen, at = options.get("include") or options.get("i") or (None, 0)
+        if chosen and (match := re.fullmatch(r"localhost:(\d+(?:,\d+)*)", chosen.text)):
+            launch.workers = launch.workers or match[1].count(",") + 1
+        elif chosen:
+            launch.mark(at, LOST, "deepspeed --include: nodes = N, nproc-per-node = N")
     is_without = bool({"use-env", "no-local-rank"} & options.keys())
     if name in ("launch", "deepspeed") and launch.program and not is_without:
         launch.args.insert(0, literal("--local_rank=$LOCAL_RANK", line))

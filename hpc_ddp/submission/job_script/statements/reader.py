@@ -6,31 +6,23 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from hpc_ddp.core.job.variables import is_of_hpc_ddp
 from hpc_ddp.submission.job_script.bash import syntax
+from hpc_ddp.submission.job_script.bash.conditions import branches_of, idle_lines, running_branch
 from hpc_ddp.submission.job_script.bash.scope import Scope
 from hpc_ddp.submission.job_script.bash.syntax import Node, commands_of, set_in, source
 from hpc_ddp.submission.job_script.bash.words import Part, Word, literal
 from hpc_ddp.submission.job_script.conversion import LOST, OURS, TAKEN, VERDICT, Mark
 from hpc_ddp.submission.job_script.launchers.launch import Launch
 from hpc_ddp.submission.job_script.launchers.read import read_launch
-from hpc_ddp.submission.job_script.statements.statement import Statement, inner_text
+from hpc_ddp.submission.job_script.statements.open_commands import grows
+from hpc_ddp.submission.job_script.statements.statement import Place, Statement, inner_text
 
 _CHOOSES = "a condition that only the job knows chooses a launch"
 _OF_ARGUMENTS = "it uses the job script's own arguments"
-
-
-@dataclass(frozen=True)
-class _Place:
-    """Where a text that is read stands in the script."""
-
-    lines: tuple[int, int] | None = None  # first and last line of the statement around the text
-    shift: int | None = None  # from the text's lines to the script's, if they correspond
-    step: str = ""  # the command that starts the tasks that run it; '' in the batch script
-    in_loop: bool = False  # over the nodes
 
 
 class Reader:
@@ -48,10 +40,12 @@ class Reader:
         self.resolved: dict[int, Mark] = {}
         self.of_nodes: set[str] = set()
         self.of_batch: set[str] = set()
-        self._functions: dict[str, tuple[Node, Statement, _Place]] = {}
-        self._place = _Place()
+        self._functions: dict[str, tuple[Node, Statement, Place]] = {}
+        self._place = Place()
         self._exports_all = False
         self.child_shells: list[Statement] = []  # each as one statement, by its number
+        # The assignments of variables that are a launch to which only the job adds words.
+        self.open_commands: dict[str, list[Statement]] = {}
         self._shells: tuple[int, ...] = ()  # the child shells that are being read
 
     def read(self, text: str) -> None:
@@ -128,7 +122,11 @@ class Reader:
         if not (statement.name or statement.launch or statement.defines):
             statement.sets = set_in(node)
             names = statement.sets | self._set_by_functions(node)
-            self.scope.forget_changes(text, statement.first, names)
+            growing = {n for n in statement.sets if grows(n, node, self.scope, self._place.step)}
+            self.scope.forget_changes(text, statement.first, names, growing)
+            for name in growing - self.open_commands.keys():
+                before = [s for s in self.statements if s.name == name and not s.inside]
+                self.open_commands[name] = before
         is_plain = not (statement.launch or statement.defines or self.scope.are_set)
         if is_plain and syntax.uses_arguments(text, is_without=self.scope.has_none):
             if self.scope.arguments is None:
@@ -213,9 +211,7 @@ class Reader:
     def _shift(self, words: list[Word], node: Node) -> None:
         """Drop the arguments that a ``shift`` of `words` drops; append its statement where set-up
         lines give the job the script's arguments."""
-        assert self.scope.arguments is not None
-        count = self.scope.number(words[-1])  # of `shift` alone there is none
-        self.scope.arguments = self.scope.arguments[1 if count is None else count :]
+        self.scope.shift_arguments(words[-1])
         if self.scope.are_set:
             self._add(node, words=words)
         self._resolve(node, "the arguments of a function")
@@ -261,7 +257,7 @@ class Reader:
         known (`syntax.shift_of`). Raises as `parse`."""
         before = self._place
         shift = syntax.shift_of(node, text, line) if before.lines is None else None
-        self._place = _Place(self._at(node), shift, step, before.in_loop)
+        self._place = Place(self._at(node), shift, step, before.in_loop)
         self.read(text)
         self._place = before
 
@@ -280,7 +276,7 @@ class Reader:
         scope = replace(self.scope, values=self.scope.values.copy(), versions=Counter())
         scope.arguments = self.scope.arguments if arguments is None else arguments
         probe = Reader(scope)
-        probe._place = _Place(step=step or self._place.step)
+        probe._place = Place(step=step or self._place.step)
         probe._functions = {n: f for n, f in self._functions.items() if f[0] is not part}
         node = syntax.parse(part) if isinstance(part, str) else part
         for command in commands_of(node.child_by_field_name("body") or node):
@@ -353,17 +349,17 @@ class Reader:
         the statements of that one. Else append the whole as one statement, which is lost if a
         launch is in it."""
         has_launch = self._has_launch(node)
-        branches = list(syntax.branches_of(node))
+        branches = list(branches_of(node))
         first, *bodies = node.named_children
         if has_launch and all(map(syntax.only_reports, bodies)) and self._has_launch(first):
             self._resolve(node, VERDICT, OURS)
             self._walk(first.named_children[-1] if first.type == "negated_command" else first)
             return
-        chosen = syntax.running_branch(branches, self.scope, has_launch)
+        chosen = running_branch(branches, self.scope, has_launch)
         if chosen is None:
             self._add(node, lost=_CHOOSES if has_launch else "")
             return
-        for child, reason in syntax.idle_lines(branches, chosen):
+        for child, reason in idle_lines(branches, chosen):
             self._resolve(child, reason, OURS)
         self._resolve(node, "its condition is known")
         for _, lines in branches[chosen : chosen + 1]:  # none where each condition is false
@@ -374,6 +370,10 @@ class Reader:
         """Append a loop: where it starts the training, over nodes or over one word, as the
         statements of its body; otherwise as one statement, which is lost if a launch is in it."""
         text, has_launch = source(node), self._has_launch(node)
+        if self.scope.arguments is None and self.scope.has_none and syntax.is_for_arguments(node):
+            self.scope.defaults.add("@")
+            self._resolve(node, "the script's arguments: there are none", OURS)
+            return
         words = self.scope.words(node.children_by_field_name("value")) if has_launch else []
         if len(words) == 1 and words[0].is_static:
             name = source(node.child_by_field_name("variable"))

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Set
 from typing import NamedTuple
 
 from hpc_ddp.core.job.variables import is_of_hpc_ddp, is_of_worker
 from hpc_ddp.submission.job_script.bash.scope import OF_A_JOB, is_command, is_known
-from hpc_ddp.submission.job_script.bash.syntax import names_in
 from hpc_ddp.submission.job_script.bash.words import Word
 from hpc_ddp.submission.job_script.conversion import (
     DECIDED,
+    DELETES,
     LOST,
     ON_EXIT,
+    ONLY_DELETES,
     OURS,
-    PRINTED_TEXT,
+    PRINTS,
     REFUSED,
     RELATIVE,
     STARTS_PYTHON,
@@ -30,6 +31,7 @@ from hpc_ddp.submission.job_script.conversion import (
 from hpc_ddp.submission.job_script.launchers.launch import Launch
 from hpc_ddp.submission.job_script.launchers.options import is_option_of_step
 from hpc_ddp.submission.job_script.secrets import MARK, is_secret, looks_secret
+from hpc_ddp.submission.job_script.statements.names import names_of_files
 from hpc_ddp.submission.job_script.statements.reader import Reader
 from hpc_ddp.submission.job_script.statements.statement import (
     Statement,
@@ -37,19 +39,11 @@ from hpc_ddp.submission.job_script.statements.statement import (
     with_functions,
 )
 
-PRINTS = re.compile(r"(echo|printf|date|env|printenv|set|hostname|nvidia-smi|module list|which)\b")
-# Variables of bash itself, of hpc-ddp, and those that modules and Conda set.
-_OF_BASH = re.compile(
-    r"PWD|OLDPWD|RANDOM|SECONDS|E?UID|BASH|FUNCNAME|LINENO|IFS|PIPESTATUS|OPT|REPLY|SHELL|LANG|LC_"
-    r"|EPOCH|ARGUMENTS_|VALUE_|CUDA|CONDA|ROCM|EBROOT|EBVERSION|HPC_DDP"
-    r"|((LD_)?(LIBRARY|RUN)_|(CPLUS_|C_)?INCLUDE_|CMAKE_PREFIX_|PKG_CONFIG_|PYTHON|MAN|C|MODULE)?PATH$"
-)
 _STEP = re.compile(r"(?!echo|printf|\w+=).*\b(srun|mpirun|mpiexec|ibrun)\s", re.S)
 # Lines of a task that do the same inside of its container.
 _IN_BOTH = re.compile(r"(cd|set|unset|export|ulimit|umask|echo|printf|date|hostname)\b")
 _BESIDE = "it runs beside the launch: setup with & at its end, or in the program"
 _OUTSIDE = "a task runs it before it enters the container: setup, or worker-setup inside of it"
-_OF_LINES = {"setup", "node-setup", "worker-setup", "teardown"}
 
 
 class Fate(NamedTuple):
@@ -78,19 +72,20 @@ class Sorter:
         self.result, self._start, self._name = result, start, name
         self.launch, self._at = launch, at
         self._statements, self._of_nodes = reader.statements, reader.of_nodes
-        self._not_set = reader.scope.not_set
+        self._not_set, self._of_shell = reader.scope.not_set, reader.scope.of_shell
         # Assignments of the batch script, and names of those in tasks, and of command lines.
         self._assigned = {s.name: s for s in self._statements if s.name and not s.inside}
         self._inner = {s.name for s in self._statements if s.name and s.inside}
         self._commands = {s.name for s in self._statements if s.name and is_command(s.assigned)}
         self._functions = {s.defines: s for s in self._statements if s.defines}
-        self._kept: set[str] = set()  # variables and functions of lines that stay
+        self.kept: set[str] = set()  # variables and functions of lines that stay
         self._needed: set[str] = set()  # by the launch or a line that stays
         self._needed_before: set[str] = set()  # by set-up lines
         self._needed_after: set[str] = set()  # by clean-up lines, which have a shell of their own
         self._functions_after: list[TextAt] = []  # definitions that these lines need
         self._in_launch: set[str] = set()  # variables whose values stand in the launch
         self._brought_at = first_load(self._statements)
+        self._of_files: Set[str] | None = frozenset()  # names in files that lines load; None: any
 
     def take_statements(self) -> None:
         """Put all statements but the launch into the conversion: set-up and clean-up lines,
@@ -115,35 +110,6 @@ class Sorter:
         for key, text, line in reversed(lines):
             self.result.append(key, text, line)
         self.result.env = dict(reversed(self.result.env.items()))
-
-    def check(self, environ: Mapping[str, str]) -> set[str]:
-        """Return the variables that the settings use, the script never sets and the submitting
-        shell (`environ`) lacks; put those that it has into ``env-names``. Note each variable of the
-        script that a setting uses and nothing sets any more. To be called last, after
-        `program.take`."""
-        lists = {key: dict(entries) for key, entries in self.result.lists.items()}
-        texts = [text for key in lists.keys() - {"env-names"} for text in lists[key]]
-        used = {name for text in texts for name in (*names_in(text), text.removesuffix("[@]"))}
-        outer = [s for s in self._statements if not s.inside and s.launch is None]
-        lines = [text for key in _OF_LINES & lists.keys() for text in lists[key]]
-        code = re.sub(r"(?<!\\)'[^']*'", " ", " ".join(lines))
-        names = {*re.findall(r"\$\{?([A-Za-z_]\w*)", code), *lists.get("expand", ())}
-        is_set, of_itself = {*lists.get("env-names", ())}, set()
-        for statement in self._statements:  # one that only adds to a value needs that
-            if statement.name not in is_set and statement.name in names_in(statement.text):
-                of_itself.add(statement.name)
-            is_set |= {statement.name, *statement.sets}
-        commands = PRINTED_TEXT.sub(" ", "\n".join(lines))
-        names -= (is_set | self._kept | {*re.findall(r"\b(\w+)=", commands)}) - of_itself
-        names = {n for n in names if not OF_A_JOB.fullmatch(n) and not _OF_BASH.match(n)}
-        for name in sorted(names & environ.keys()):
-            self.result.append("env-names", name, 0)
-        for statement in outer:
-            for name in sorted({statement.name, *statement.sets} & used - self._kept):
-                if not is_of_hpc_ddp(name) and not (statement.lost or name in self.result.unknown):
-                    text = f"not taken over: ${name}, which a line that is left uses"
-                    self.result.note(statement.lines[0], text)
-        return names - environ.keys()
 
     def _refuse(self) -> None:
         """Set `lost`, a reason, of statements that can't be taken over, and of those that need a
@@ -200,6 +166,8 @@ class Sorter:
         if training and is_after and (reason := self._outer_reason(statement, training)):
             return reason
         reason = self._reason(REFUSED, statement, is_after)
+        if reason == DELETES and self._is_for_first_attempt(statement, is_after):
+            reason = ""
         may_launch = _STEP.match(text) or re.match(STARTS_PYTHON, text, re.S)
         if may_launch and not (self.launch or reason):
             self._at = min(self._at, index)
@@ -275,6 +243,12 @@ class Sorter:
             text = f"{trap['trap']} EXIT"
             reason = "signals of the trap are left out: notices reach the workers"
             self.result.note(statement.lines[0], reason)
+        if self._is_for_first_attempt(statement, is_after) and self._reason(
+            REFUSED, statement, is_after
+        ):
+            text = f'[ -e "$HPC_DDP_RUN/logs/attempt-0" ] || {{ {text}; }}'
+            reason = "deletes in the first attempt alone: later ones go on with what is there"
+            self.result.note(statement.lines[0], reason)
         if not is_after and statement.defines in self._needed_after:
             self._functions_after.append((text, statement.lines[0]))
             is_after, is_before = True, statement.defines in self._needed_before
@@ -284,12 +258,21 @@ class Sorter:
             for name in sorted(statement.names - self._inner):  # exported for the task
                 if not OF_A_JOB.fullmatch(name) and f"${name}" in text.replace("{", ""):
                     self.result.append("expand", name, statement.lines[0])
-        self._kept |= {statement.name, statement.defines, *statement.sets}
+        self.kept |= {statement.name, statement.defines, *statement.sets}
         names = {name for s in with_functions(statement, self._functions) for name in s.names}
         self._needed |= names
         self._needed_before |= names if is_before else set()
+        of_files = names_of_files(statement, self._start) if is_before else frozenset()
+        is_known = self._of_files is not None and of_files is not None
+        self._of_files = self._of_files | of_files if is_known else None  # type: ignore[operator]
         self._needed_after |= names if is_after else set()
         return Fate(TAKEN, key, text)
+
+    def _is_for_first_attempt(self, statement: Statement, is_after: bool) -> bool:
+        """Return whether a statement only deletes, before the launch: once for a run, not before
+        each attempt, which would find no checkpoint."""
+        is_of_batch = not (statement.inside or is_after)
+        return is_of_batch and bool(ONLY_DELETES.fullmatch(statement.text))
 
     def _prints_ours(self, statement: Statement) -> bool:
         """Return whether a print, not into a file, names a variable that is left out: hpc-ddp's,
@@ -339,6 +322,8 @@ class Sorter:
         is_only_there = name in self._in_launch & self._commands and not statement.inside
         self._in_launch |= statement.names if name in self._in_launch else set()
         is_used = (statement.exported and not is_only_there) or name in self._needed
+        is_of_batch = statement.of_script and not (statement.inside or is_of_hpc_ddp(name))
+        is_used |= is_of_batch and (self._of_files is None or name in self._of_files)
         if is_secret(name, content) or content.startswith("<"):
             self.result.secrets[name] = content
             if is_used:
@@ -367,12 +352,13 @@ class Sorter:
         text = statement.text.partition("=")[2]
         is_passed = re.fullmatch(rf'"?\$(?:{name}|\{{{name}(?::?-)?\}})"?', text)
         is_first = not any(name in {s.name, *s.sets} for s in self._statements[:index])
-        if is_used and is_passed and is_first and index < self._brought_at:
+        is_needed = "-" not in text or name in self._of_shell
+        if is_used and is_passed and is_needed and is_first and index < self._brought_at:
             self.result.append("env-names", name, line)
             return Fate(TAKEN, "env-names")
         if is_used and self._is_for_env(statement, index) and isinstance(assigned, Word):
             self.result.env[name] = assigned.text, line
-            self._kept.add(name)
+            self.kept.add(name)
             for variable in assigned.names:
                 self.result.append("expand", variable, line)
             return Fate(TAKEN, "env")

@@ -16,6 +16,16 @@ _LOADS = re.compile(r"\s*(module|ml|source|\.|conda|spack|eval)\s")
 _QUOTED = re.compile(r"""'[^']*'|"(?:\\.|[^"\\])*"|\\.""", re.S)
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where a text that is read stands in the script."""
+
+    lines: tuple[int, int] | None = None  # first and last line of the statement around the text
+    shift: int | None = None  # from the text's lines to the script's, if they correspond
+    step: str = ""  # the command that starts the tasks that run it; '' in the batch script
+    in_loop: bool = False  # over the nodes
+
+
 @dataclass
 class Statement:
     """One statement of a script: an assignment (of `assigned` to `name`), a launch, a function

@@ -378,7 +378,75 @@ def of_text(*lines: str) -> Conversion:
           "rm -rf $TRITON_CACHE_DIR"),
          {"setup": ['rm -rf "$TMPDIR"/a /tmp/b', "trap 'rm -rf $MY_TMP' EXIT"],
           "teardown": ["rm -rf $TRITON_CACHE_DIR"]}),
-        (("rm -rf /tmp/../a", "rm -r /tmp/a $OUT", TRAIN), {"setup": None}),
+        (("rm -rf /tmp/../a", "rm -r /tmp/a $OUT", "rm -r my/runs", "rm -r *", TRAIN),
+         {"setup": None}),
+        (("rm -rf /dev/shm/a 2>/dev/null || true", TRAIN),
+         {"setup": ["rm -rf /dev/shm/a 2>/dev/null || true"]}),
+        # What is deleted before the launch is deleted once for a run.
+        (("rm -rf $OUT/old 2>/dev/null", TRAIN),
+         {"setup": ['[ -e "$HPC_DDP_RUN/logs/attempt-0" ] || { rm -rf $OUT/old 2>/dev/null; }']}),
+        # A launch in a variable, to which a condition adds words.
+        (("C=(torchrun a.py --a 1)", "C+=(--b)", '[ -e x ] && C+=(--x "$(cat x)")', "C+=(--c)",
+          '"${C[@]}"'),
+         {"args": ["--a", "1", "--b", "${ARGUMENTS_1[@]}"], "nproc-per-node": None,
+          "setup": ["C=()", "C=()", '[ -e x ] && C+=(--x "$(cat x)")', "C+=(--c)",
+                    'ARGUMENTS_1=("${C[@]}")']}),
+        *(((f'C="{launch}torchrun a.py"', 'C="$C --a 1"', 'if [ -e x ]; then C="$C -x"; fi', call),
+           {"script": "a.py", "args": ["--a", "1", "${ARGUMENTS_1[@]}"],
+            "setup": ["C=", "C=", 'if [ -e x ]; then C="$C -x"; fi', "ARGUMENTS_1=(${C-})"]})
+          for launch, call in (("", "srun $C"), ("srun ", "eval $C"), ("", 'eval "$C"'))),
+        (("C='torchrun a.py'", "if [ -e x ]; then C+=' -x'; fi", 'srun bash -c "$C"'),
+         {"setup": ["C=", "if [ -e x ]; then C+=' -x'; fi", 'VALUE_1="${C-}"'],
+          "node-setup": ['eval "ARGUMENTS_1=(${VALUE_1})"'], "args": ["${ARGUMENTS_1[@]}"]}),
+        (("C=(torchrun a.py)", "if [ -e x ]; then C=(torchrun b.py); fi", '"${C[@]}"'),
+         {"script": None}),
+        # Loops over the script's arguments, of which there are none.
+        (("E=''", 'while [[ $# -gt 0 ]]; do case $1 in -x) E="-x"; shift;; esac; done',
+          'for i in "$@"; do echo "$i"; done', f"{TRAIN} $E"), {"args": None, "setup": None}),
+        # What a file that is sourced may use stays before it.
+        (("A=/a", "B=$(x)", "M=1", ". ./own.sh", "C=3", "srun torchrun a.py"),
+         {"setup": ["A=/a", "B=$(x)", "M=1", ". ./own.sh"]}),
+        (("A=/a", "source venv/bin/activate", "srun torchrun a.py"),
+         {"setup": ["source venv/bin/activate"]}),
+        # A single quote within double quotes is a letter.
+        (("D=${D:-a}", "X=$(echo \"print('$D')\" | python)", f"{TRAIN} $X"),
+         {"setup": ["D=${D:-a}", "X=$(echo \"print('$D')\" | python)", "ARGUMENTS_1=(${X})"]}),
+        # A default that is empty is no demand on the shell that submits.
+        (('X="${X:-}"', '[ -n "$X" ] && E="-x $X"', f"{TRAIN} $E"),
+         {"setup": ['X="${X:-}"', '[ -n "$X" ] && E="-x $X"', "ARGUMENTS_1=(${E})"],
+          "env-names": None}),
+        # A program that the job itself makes is none of now.
+        *(((line, "srun torchrun a.py"),
+           {"script": "python", "no-python": True, "args": ["a.py"], "setup": [line]})
+          for line in ("cp src/a.py a.py", "cp src/a.py .", "jupyter nbconvert --to script a.ipynb",
+                       "sed -i 's/x/y/' a.py", "cat head.py tail.py > ./a.py")),
+        *(((line, "srun torchrun a.py"), {"script": "a.py", "setup": [line]})
+          for line in ("cp a.py out/a.py", "cp a.py $OUT", "sed 's/x/y/' a.py > b.py")),
+        # Numbers of the script's tasks, where the job has other ones.
+        (("#SBATCH --ntasks-per-node=2 -c 3", "X=$(x ${SLURM_CPUS_PER_TASK:-1} $SLURM_NTASKS)",
+          "srun --ntasks-per-node=1 torchrun a.py -t $SLURM_CPUS_PER_TASK $X"),
+         {"setup": ["X=$(x 3 4)", "ARGUMENTS_1=(${X})"],
+          "args": ["-t", "3", "${ARGUMENTS_1[@]}"]}),
+        (("#SBATCH --gpus-per-task=2", "srun torchrun --nproc-per-node=$SLURM_GPUS_PER_TASK a.py"),
+         {"nproc-per-node": None, "gpus-per-node": "2"}),
+        (("#SBATCH --gpus-per-node=4", "IFS=',' read -ra D <<< \"$CUDA_VISIBLE_DEVICES\"",
+          "torchrun --nproc-per-node ${#D[@]} a.py"), {"nproc-per-node": None}),
+        # Launchers by their places.
+        (("srun python `which torchrun` --nproc-per-node=2 a.py -b",),
+         {"script": "a.py", "args": ["-b"], "nproc-per-node": 2}),
+        (("srun python /opt/bin/accelerate launch --mixed_precision bf16 a.py",),
+         {"script": "a.py", "env": {"ACCELERATE_MIXED_PRECISION": "bf16"}}),
+        (("deepspeed --include localhost:0,1,2 --master_port 1 a.py",),
+         {"script": "a.py", "nproc-per-node": 3}),
+        (("accelerate launch --use_fsdp --fsdp_sync_module_states false a.py",),
+         {"env": {"ACCELERATE_USE_FSDP": "true", "FSDP_SYNC_MODULE_STATES": "false",
+                  "FSDP_USE_ORIG_PARAMS": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",
+                  "FSDP_MIN_NUM_PARAMS": "100000000"}}),
+        # Blanks before a word are no part of it.
+        (("eval $(x)", 'R="singularity exec \\', "    $P/a.sif", '"', "srun $R torchrun a.py"),
+         {"image": "$P/a.sif"}),
+        (("#SBATCH -J a/b_%j", TRAIN), {"job-name": "ab_j"}),
+        ((f"{TRAIN} --llm_pad_token pad --eos-token end",), {"env-names": None}),
         # A port of hpc-ddp's that a line of each task prints.
         (("export MASTER_PORT=29500", "srun bash -c 'P=$MASTER_PORT; echo $P > p; torchrun a.py'"),
          {"env": None, "setup": ["export MASTER_PORT=29500"]}),
@@ -461,9 +529,9 @@ def test_gpus_of_a_script_without_a_number_of_nodes(options: str) -> None:
         (("timeout 9h srun torchrun a.py",), 3, LOST, "timeout before the launch"),
         (("<<end", "sbatch a.sh", "end", TRAIN), 4, OURS, "a comment"),
         (("top > a &", "P=$!", TRAIN, "kill $P 2>/dev/null"), 6, OURS, "the end of the job"),
-        (("top > a &", "P=$!", TRAIN, "kill $P $Q"), 6, LOST, "it deletes or ends"),
-        (("top > a &", "P=$!", "kill $P", TRAIN), 5, LOST, "it deletes or ends"),
-        ((f"{TRAIN} &", "P=$!", "kill $P"), 5, LOST, "it deletes or ends"),
+        (("top > a &", "P=$!", TRAIN, "kill $P $Q"), 6, LOST, "it ends something"),
+        (("top > a &", "P=$!", "kill $P", TRAIN), 5, LOST, "it ends something"),
+        ((f"{TRAIN} &", "P=$!", "kill $P"), 5, LOST, "it ends something"),
         (("trap 'echo a; rm -r x' ERR", TRAIN), 3, LOST, "a trap"),
         (("trap 'echo a; $B' ERR", TRAIN), 3, LOST, "a trap"),
         (("trap 'echo `x`' ERR", TRAIN), 3, LOST, "a trap"),
@@ -526,6 +594,15 @@ def test_gpus_of_a_script_without_a_number_of_nodes(options: str) -> None:
         (("sub() { sbatch $0; }", TRAIN, "if x; then sub; fi"), 5, OURS, "requeued until"),
         (("sub() { sbatch a.sh; }", TRAIN, "sub"), 5, LOST, "submits another job"),
         (("a() { rm -rf /x; }", "b() { a; }", TRAIN, "b"), 6, LOST, "it deletes"),
+        (
+            ("C=(torchrun a.py)", "[ -e x ] && C+=(-x)", 'log "${C[@]}"', '"${C[@]}"'),
+            5,
+            LOST,
+            "it uses C, which the launch is made of",
+        ),
+        ((': "${C:?Set C=<path>}"', f"{TRAIN} $C"), 3, TAKEN, "setup"),
+        (("conda activate <my-env>", TRAIN), 3, LOST, "a placeholder: write your own"),
+        (("deepspeed --include a@b a.py",), 3, LOST, "deepspeed --include: nodes = N"),
         (("say() { echo 'sbatch a.sh'; }", TRAIN, "say"), 3, TAKEN, "teardown"),
         (('J=$(sbatch --parsable "$0")', TRAIN), 3, OURS, ""),
         ((TRAIN, "for t in a b; do python -m eval $t; done"), 4, LOST, "it may start a training"),
@@ -573,7 +650,7 @@ def test_each_word_of_a_launch_is_written_or_named(line: str) -> None:
             ("source a.sh", f"{TRAIN} $DATA"),
             "$DATA: not set in this shell: to be exported before hpc-ddp submit, unless a",
         ),
-        (('if [ -n "${B:-}" ]; then A=1; fi', TRAIN), "$B: not set in this shell: to be exported"),
+        (('if [ -n "${B:-}" ]; then A=1; fi', TRAIN), "$B: taken as unset: if your shell has"),
         (("A=(a b)", TRAIN, 'echo "${A[@]}"'), "$A is an array: teardown does not have it"),
         (("echo ${A:-x}", f"{TRAIN} ${{A:-x}}"), "$A: taken as unset: if your shell has"),
         (
@@ -581,6 +658,10 @@ def test_each_word_of_a_launch_is_written_or_named(line: str) -> None:
             "$DATA: not set in this shell: to be exported before hpc-ddp submit, unless a",
         ),
         (("trap 'echo a' ERR", TRAIN), "the trap is for the lines of setup"),
+        (("rm -rf a/old", TRAIN), "deletes in the first attempt alone"),
+        (("cp b/train.py .", TRAIN), "train.py is made by that line: the job runs it where it is"),
+        (("#SBATCH -J a_%j", TRAIN), "--job-name=a_%j: job-name = 'a_j'"),
+        (('A="${A:-1}"', "echo $A", TRAIN), "$A: taken as unset: if your shell has"),
         (("#SBATCH -N 1 --gres=gpu:2", "python a.py"), "plain Python: one process"),
         (
             ("#SBATCH --ntasks-per-node=2", "srun torchrun --standalone a.py"),
@@ -679,8 +760,35 @@ def test_a_variable_that_adds_to_its_own_value_is_the_shells() -> None:
 def test_a_variable_that_this_shell_has_is_passed_on() -> None:
     text = f"#!/bin/bash\n#SBATCH -N 2\n{TRAIN} $DATA $HOME ${{LR:-1}}\n"
     result = convert(text, HERE, HERE, environ={"DATA": "/x", "HOME": "/home/me", "LR": "2"})
-    assert result.settings()["env-names"] == ["DATA"]
+    assert result.settings()["env-names"] == ["DATA", "LR"]
+    assert "ARGUMENTS_2=(${LR:-1})" in result.settings()["setup"]
     assert not any("$DATA" in note for _, note in result.notes)
+
+
+def test_a_default_is_not_taken_where_this_shell_has_the_variable() -> None:
+    text = f"#!/bin/bash\n#SBATCH -N 2\nS=${{S:-1}}\n{TRAIN} $S\n"
+    assert convert(text, HERE, HERE).settings()["args"] == ["1"]
+    result = convert(text, HERE, HERE, environ={"S": "7"})
+    assert result.settings()["setup"] == ["S=${S:-1}", "ARGUMENTS_1=(${S})"]
+    assert result.settings()["env-names"] == ["S"]
+    assert not [text for _, text in result.notes if "unset" in text]
+
+
+def test_of_a_file_that_can_be_read_the_variables_stay(tmp_path: Path) -> None:
+    (tmp_path / "own.sh").write_text(': "${A:?}"\n')
+    text = f"#!/bin/bash\n#SBATCH -N 2\nA=/a\nB=/b\nsource own.sh\n{TRAIN}\n"
+    setup = ["A=/a", "source own.sh"]
+    assert convert(text, tmp_path, tmp_path).settings()["setup"] == setup
+    (tmp_path / "own.sh").write_text("source other.sh\n")
+    setup = ["A=/a", "B=/b", "source own.sh"]
+    assert convert(text, tmp_path, tmp_path).settings()["setup"] == setup
+
+
+def test_the_user_in_a_path_is_the_one_of_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("USER", "me")
+    result = of_text("srun /homes/$(whoami)/env/bin/python train.py --user `id -un`").settings()
+    assert result["python"] == "/homes/me/env/bin/python"
+    assert (result["args"], result["expand"]) == (["--user", "$USER"], ["USER"])
 
 
 def test_an_output_with_the_jobs_name_has_the_scripts() -> None:
