@@ -79,7 +79,10 @@ class Stop(EpochStop):
     def _batches_left(self, loader: Any, epoch: int, done: int) -> Iterator[Any]:
         """Yield the batches behind the first `done` ones, by Accelerate's own skipping; note how
         many samples a batch has, for the journal."""
-        self._samples = getattr(loader, "total_batch_size", 0)
+        try:
+            self._samples = getattr(loader, "total_batch_size", 0)
+        except TypeError:  # of a batch sampler without a size
+            self._samples = 0
         set_epoch(loader, epoch)
         # Of a shuffle: one for all ranks, or what the script has given to the loader.
         shared = getattr(loader, "synchronized_generator", None)
@@ -100,7 +103,11 @@ class Stop(EpochStop):
         for kind in ("sampler", "batch_sampler"):
             sampler, skip_sampler = getattr(loader, kind, None), getattr(resumed, kind, None)
             for name in ("batch_size", "split_batches", "num_processes"):
-                if skip_sampler and hasattr(sampler, name) and not hasattr(skip_sampler, name):
+                if (
+                    skip_sampler is not None
+                    and hasattr(sampler, name)
+                    and not hasattr(skip_sampler, name)
+                ):
                     setattr(skip_sampler, name, getattr(sampler, name))
         return resumed
 

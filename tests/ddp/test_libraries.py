@@ -96,6 +96,8 @@ def test_a_notice_amid_an_epoch(make_crew: Callable[[str], Crew], library: str) 
         ("accelerate", "sampler", 1),
         ("accelerate", "buckets", 2),
         ("accelerate", "dispatch", 2),
+        pytest.param("accelerate", "neighbours", 2, marks=pytest.mark.more),
+        pytest.param("accelerate", "stream", 2, marks=pytest.mark.more),
         pytest.param("fabric", "sampler", 2, marks=pytest.mark.more),
         pytest.param("transformers", "lengths", 2, marks=pytest.mark.more),
         pytest.param("transformers", "rebalance", 2, marks=pytest.mark.more),

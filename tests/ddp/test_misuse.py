@@ -37,6 +37,7 @@ GLOO = (1, REFUSED.format("gloo", "it sends no tensors of sim")) if DEVICE == "s
         ("two steps", "run.step was called twice for one batch"),
         ("no loop", "run.step was called outside of run.epochs and run.steps"),
         ("no step", "the body of run.steps has ended without run.step()"),
+        ("short step", "a body of run.steps has taken more micro-batches than its step has"),
         ("two loops", "run.steps was called inside run.epochs"),
         ("no best", "the run has no best checkpoint: run.best was not called"),
         ("untracked", "the model is none that run.track was given"),

@@ -204,6 +204,8 @@ class Loader:
                     self._check_batch()
                     check_begun(iteration.is_early)
                     check_not_done(iteration.is_done)
+                if not (iteration.is_peek or iteration.is_early or iteration.is_done):
+                    self._check_step_is_done()
                 end += micro_batch.total if micro_batch.ends_step else 0
                 self.batch = current = Batch(micro_batch, end, is_trained=iteration.is_done)
                 self._set_sync(micro_batch.ends_step)
@@ -224,6 +226,19 @@ class Loader:
             raise
         finally:
             self._open.discard(iteration)
+
+    def _check_step_is_done(self) -> None:
+        """Raise UsageError where a body of ``run.steps`` asks for more micro-batches than its step
+        has, as at the end of an epoch, where there may be fewer: their gradients would mix."""
+        micro_batch, count = self.batch.micro_batch, self._plan.accumulate
+        is_last = micro_batch.ends_step and micro_batch is not NO_BATCH
+        if self.rolls and count > 1 and is_last and not self.batch.is_trained:
+            raise UsageError(
+                "a body of run.steps has taken more micro-batches than its step has; accepted:"
+                " those up to run.ends_step, for an epoch's last step may have fewer than"
+                f" accumulate={count}",
+                hint="while True: batch = next(batches); …; if run.ends_step: break",
+            )
 
     def _begin_iteration(self, by_loop: bool) -> tuple[Iteration, DataLoader[Any], int]:
         """Open a new iteration; return it, its batches, and the place (in samples) at which they

@@ -42,7 +42,8 @@ if case == "sparse":
 data = TensorDataset(torch.randn(64, 4))
 model = run.wrap(nn.Linear(4, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-options: dict[str, Any] = {"accumulate": 2} if case == "accumulate" else {}
+options: dict[str, Any] = {"accumulate": 3} if case == "short step" else {}
+options |= {"accumulate": 2} if case == "accumulate" else {}
 if case == "sampler":
     options["sampler"] = torch.utils.data.RandomSampler(data)
 if case == "batch size":
@@ -63,6 +64,13 @@ if case == "no loop":
     run.step()
 if case == "no step":
     list(run.steps(2))
+if case == "short step":  # of 64 samples in micro-batches of 8 the epoch's last step has two
+    micro_batches = (batch for _ in range(9) for batch in batches)
+    for _ in run.steps(9):
+        for _ in range(3):
+            run.backward(model(next(micro_batches)[0]).square().mean())
+        run.update(optimizer)
+        run.step()
 if case == "two loops":
     [list(run.steps(2)) for _ in run.epochs(1)]
 for _ in run.epochs(2):

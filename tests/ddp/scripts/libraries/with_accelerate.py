@@ -8,15 +8,20 @@ import torch
 from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.utils import set_seed
 from common import KIND, OPTIONS, args, disturb, leave_weights
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    TensorDataset,
+)
 
 from hpc_ddp.integrations.accelerate import Stop
 
 
-class Buckets(Sampler[list[int]]):
+class Neighbours(Sampler[list[int]]):
     """Batches of four neighbours, in the order of Python's random numbers."""
-
-    batch_size, drop_last = 4, False
 
     def __len__(self) -> int:
         return 16
@@ -27,7 +32,23 @@ class Buckets(Sampler[list[int]]):
         yield from (list(range(first, first + 4)) for first in firsts)
 
 
-settings = DataLoaderConfiguration(dispatch_batches=args.order.startswith("dispatch") or None)
+class Buckets(Neighbours):
+    """Batches of a size that Accelerate can ask for."""
+
+    batch_size, drop_last = 4, False
+
+
+class Stream(IterableDataset[tuple[torch.Tensor]]):
+    """The rows of a data set, in turn."""
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor]]:
+        yield from (data[index] for index in range(len(data)))
+
+
+dispatches = {"dispatch": True, "dispatch-odd": True, "stream": False}.get(args.order)
+settings = DataLoaderConfiguration(
+    dispatch_batches=dispatches, even_batches=args.order != "neighbours"
+)
 accelerator = Accelerator(cpu=KIND == "cpu", dataloader_config=settings)
 stop = Stop(accelerator, **OPTIONS)
 set_seed(1)
@@ -46,9 +67,14 @@ if args.order == "sampler":
     loader = DataLoader(data, batch_sampler=BatchSampler(sampler, 4, drop_last=False))
 elif args.order == "buckets":
     loader = DataLoader(data, batch_sampler=Buckets())
+elif args.order == "neighbours":
+    loader = DataLoader(data, batch_sampler=Neighbours())
+elif args.order == "stream":
+    loader = DataLoader(Stream(), batch_size=4)
 else:
     loader = DataLoader(data, batch_size=4, shuffle=True)
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+total_steps = args.epochs * (8 if args.order == "stream" else len(loader))
 if args.part != "loose":
     scheduler = accelerator.prepare(scheduler)
 stop.load(model)
@@ -64,7 +90,7 @@ for epoch in range(stop.position.epoch, args.epochs):
         optimizer.step()
         scheduler.step()
         samples = len(accelerator.gather_for_metrics(x))
-        stop.save(loss=loss, total_steps=args.epochs * len(loader))
+        stop.save(loss=loss, total_steps=total_steps)
     print(f"epoch {epoch} ends with {samples} samples")
 stop.finish()
 leave_weights(accelerator.unwrap_model(model))
