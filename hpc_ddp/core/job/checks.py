@@ -55,6 +55,11 @@ SECRET_NAME = (
     r"TOKEN(?!IZER|S)|SECRET|PASSW|PASSPHRASE|CREDENTIAL|AUTHORIZATION|COOKIE"
     r"|(?<![^\W_])(?:API|ACCESS|PRIVATE)?_?KEY(?![^\W_])"
 )
+# The same for bash, in capitals, and with a few names more.
+SECRET_NAME_OF_BASH = (
+    "TOKEN|SECRET|PASSW|PASSPHRASE|CREDENTIAL|AUTHORIZATION|COOKIE"
+    "|(^|_)(API|ACCESS|PRIVATE)?_?KEY(_|$)"
+)
 URL_WITH_PASSWORD = r"(://[^/\s:@]*:)[^/\s@]+(?=@)"  # https://user:password@host
 _TORCHRUN = re.compile(r"--?(?P<name>[a-z][a-z_-]*)(=[\w./:,@%+=-]+)?")
 _MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from hpc_ddp.core.console.terminal import answer
 from hpc_ddp.core.errors import HpcDdpError
+from hpc_ddp.core.job.checks import SECRET_NAME_OF_BASH
 from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.job.slurm_values import array_indexes
 from hpc_ddp.core.job.task_folder import run_of_job
@@ -63,13 +64,13 @@ def count_starts(run: RunFolder) -> int:
 
 
 def before_setup(environ: Mapping[str, str]) -> Mapping[str, str]:
-    """Return the environment that the batch shell had before its set-up lines, but HPC_DDP_UMASK as
-    in `environ`, the environment now. A new job runs the set-up lines again, and their exports must
-    not count twice.
+    """Return the environment that the batch shell had before its set-up lines, but HPC_DDP_UMASK,
+    and secrets, as in `environ`, the environment now. A new job runs the set-up lines again, and
+    their exports must not count twice.
 
-    The batch script has written that environment to a file. `environ` itself is returned for a job
-    without set-up lines, where the file can't be read or is another user's, and where only
-    `environ` finds sbatch."""
+    The batch script has written that environment, without secrets, to a file. `environ` itself is
+    returned for a job without set-up lines, where the file can't be read or is another user's, and
+    where only `environ` finds sbatch."""
     try:
         path = _file(environ)
         if path.lstat().st_uid != os.geteuid():
@@ -80,7 +81,8 @@ def before_setup(environ: Mapping[str, str]) -> Mapping[str, str]:
     values = dict(line.split("=", 1) for line in text.split("\0") if "=" in line)
     if shutil.which("sbatch", path=values.get("PATH")) is None:  # a module has brought it
         return environ
-    return {**values, **{name: environ[name] for name in ("HPC_DDP_UMASK",) if name in environ}}
+    is_late = re.compile(f"^HPC_DDP_UMASK$|{SECRET_NAME_OF_BASH}").search
+    return {**values, **{name: text for name, text in environ.items() if is_late(name.upper())}}
 
 
 def forget_before_setup(environ: Mapping[str, str]) -> None:

@@ -50,6 +50,7 @@ _OF_GPUS = re.compile("SLURM_GPUS")
 _WITH_NUMBERS = {"args", "setup", "node-setup", "worker-setup", "teardown"}
 _VARIABLE = re.compile(r"(?<!\\)\$(?:(\w+)|\{(\w+)(?::?-[^{}]*)?\})")
 _OF_JOB = re.compile(r"\bSLURM_(JOB_?ID|ARRAY_JOB_ID)\b")
+_CHANGES_CODE = re.compile(r"\bgit\s+(?:-C\s+\S+\s+)?(?:pull|checkout|reset|switch)\b")
 _DRAWN = re.compile(r"\$\{?S?RANDOM\b|\$\{?\$|[(`]\s*(date|mktemp|uuidgen)\b")
 
 
@@ -116,6 +117,9 @@ def _note_values(result: Conversion, numbers: Mapping[str, int]) -> None:
                 reason = f"{numbers[name]} there; hpc-ddp's job has one task for each node"
                 result.note(line, f"${name} is {reason}: write it")
     for text, line in lines:
+        if changes := _CHANGES_CODE.search(text):
+            reason = "changes the folder behind the copy that hpc-ddp submit makes of the code"
+            result.note(line, f"{changes[0]} {reason}: call it before the submit")
         if drawn := _DRAWN.search(text):
             word = (drawn[1] or drawn[0]).strip("${")
             reason = (

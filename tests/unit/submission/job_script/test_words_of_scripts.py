@@ -658,6 +658,7 @@ def test_each_word_of_a_launch_is_written_or_named(line: str) -> None:
             "$DATA: not set in this shell: to be exported before hpc-ddp submit, unless a",
         ),
         (("trap 'echo a' ERR", TRAIN), "the trap is for the lines of setup"),
+        (("git pull --ff-only", TRAIN), "git pull changes the folder behind the copy"),
         (("rm -rf a/old", TRAIN), "deletes in the first attempt alone"),
         (("cp b/train.py .", TRAIN), "train.py is made by that line: the job runs it where it is"),
         (("#SBATCH -J a_%j", TRAIN), "--job-name=a_%j: job-name = 'a_j'"),
