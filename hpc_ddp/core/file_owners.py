@@ -219,11 +219,24 @@ def check_executable(run: RunFolder) -> None:
     is_reachable = bool(stat.S_IMODE(run.whole.stat().st_mode) & 0o077)
     for path in _executed(run):
         if fault := run_fault(path, path.lstat(), uid, is_reachable):
+            if _removes_compiled(path, uid):
+                continue
             raise UsageError(
                 f"run {run.path} can only be read: {path} {fault}; accepted: a run that is yours,"
                 " and that no other user can write",
                 hint=_hint(run, path, uid),
             )
+
+
+def _removes_compiled(path: Path, uid: int) -> bool:
+    """Remove a file that Python, or a container's root, has kept in a folder of the user's for what
+    it has compiled; return whether there was one, and it is gone. Python compiles anew."""
+    if path.parent.name != "__pycache__" or path.parent.lstat().st_uid != uid:
+        return False
+    with suppress(OSError):
+        path.unlink()
+        return True
+    return False
 
 
 def is_executable(run: RunFolder) -> bool:

@@ -98,8 +98,12 @@ def live_pid(path: Path) -> int | None:
 def _read_pid_file(path: Path) -> tuple[str, str, str]:
     """Return the words of a worker's pid file: the process id, when the process began, and the PID
     namespace of the id, which is '' for this process's own, and where the file has none. Raise
-    OSError or ValueError while the file is not whole."""
-    number, began, *more = path.read_text().split()
+    OSError or ValueError while the file is not whole, and for a link or another user's file, by
+    which that user would choose a process to end."""
+    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)) as file:
+        if os.fstat(file.fileno()).st_uid != os.geteuid():
+            raise ValueError(f"{path} is another user's")
+        number, began, *more = file.read().split()
     namespace = more[0] if more and more[0] != _namespace("self") else ""
     return number, began, namespace
 

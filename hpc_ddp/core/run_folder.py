@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import errno
 import math
+import os
 import secrets
 import shlex
 import shutil
@@ -307,6 +308,7 @@ class RunFolder:
         another process was faster. Raise OSError where the disk refuses."""
         self.logs.mkdir(parents=True, exist_ok=True)
         draft = Path(tempfile.mkdtemp(prefix=".attempt-", dir=self.logs))
+        _drop_default_acl(draft)
         try:
             write_json(draft / "attempt.json", info)
             for name in ("notice", "failed", "fabric", "end-time", "trackers"):
@@ -340,3 +342,11 @@ def _numbers_behind(prefix: str, folder: Path) -> list[int]:
     with a number. Raise OSError where the folder can't be listed."""
     ends = (name[len(prefix) :] for name in list_names(folder) if name.startswith(prefix))
     return sorted(int(number) for number in ends if number.isdecimal())
+
+
+def _drop_default_acl(folder: Path) -> None:
+    """Remove the ACL that a new folder has for what will be made in it, as folders of a project
+    have one: files there would be open to its group, whatever the umask. An error is passed over:
+    most file systems have no such ACL."""
+    with suppress(OSError, AttributeError):  # the latter: not on Linux
+        os.removexattr(folder, "system.posix_acl_default")

@@ -20,7 +20,7 @@ from string import Template
 from hpc_ddp.core.attempt_env import AttemptEnv
 from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.errors import UsageError
-from hpc_ddp.core.file_io import write_json
+from hpc_ddp.core.file_io import make_folders, write_json
 from hpc_ddp.core.job.attempt_folder import NodeFolder
 from hpc_ddp.core.process import NOTICE_SIGNALS, mortal_name
 from hpc_ddp.core.run_folder import RunFolder
@@ -78,9 +78,17 @@ def note_missing_variable(name: str) -> str:
     failure = {"rank": None, "code": 2, "time": time.time(), "error": text}
     with suppress(OSError, IndexError):  # in no run, or in an array's, whose task is not known
         folder = run.attempts()[-1].node(node)
-        folder.path.mkdir(exist_ok=True)
+        make_folders(folder.path)
         write_json(folder.record, {"node": node, "code": 2, "failures": [failure]})
     return text
+
+
+def limit_umask() -> None:
+    """Do what `node.entry` does, for a process that does not start there: new files are writable
+    for their owner alone, and workers get the user's umask back."""
+    umask = os.umask(0o022)
+    os.umask(umask | 0o022)
+    os.environ.setdefault("HPC_DDP_UMASK", f"{umask:o}")
 
 
 def raise_file_limit() -> None:

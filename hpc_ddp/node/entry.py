@@ -26,7 +26,7 @@ def refuse_old_python() -> None:
     elif part == "supervisor":
         node, attempt = env["SLURMD_NODENAME"], "attempt-" + env["HPC_DDP_ATTEMPT"]
         folder = os.path.join(env["HPC_DDP_RUN"], "logs", attempt, node)
-        os.makedirs(folder, exist_ok=True)
+        os.makedirs(folder, 0o755, exist_ok=True)
         task = "-" + env["SLURM_PROCID"] if sys.argv[2] == "worker" else ""
         failure = {"rank": None, "code": 1, "time": time.time(), "error": error}
         with open(os.path.join(folder, "record" + task + ".json"), "w") as file:

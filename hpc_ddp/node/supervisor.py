@@ -28,7 +28,13 @@ from typing import Any
 from hpc_ddp.core.attempt_env import AttemptEnv
 from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.errors import HpcDdpError
-from hpc_ddp.core.file_io import patiently, read_json, read_seconds, read_word, write_json
+from hpc_ddp.core.file_io import (
+    make_folders,
+    patiently,
+    read_seconds,
+    read_word,
+    write_json,
+)
 from hpc_ddp.core.journal.enums import NoticeSource
 from hpc_ddp.core.journal.events import NoticeGiven
 from hpc_ddp.core.process import signal_from_pid_files
@@ -37,6 +43,7 @@ from hpc_ddp.node.child_process import (
     Launch,
     expand,
     ignore_notices,
+    limit_umask,
     note_missing_variable,
     raise_file_limit,
     wait_for_files,
@@ -85,7 +92,7 @@ class Supervisor:
         """Make the launch's folder with an empty file of failures, and delete pid files of an
         earlier start. Raise OSError if that fails."""
         self.end_time, self.folder = self.place.end_time, self.launch.folder
-        patiently(partial(self.folder.path.mkdir, exist_ok=True))
+        patiently(partial(make_folders, self.folder.path))
         for stale in self.folder.pids():
             stale.unlink(missing_ok=True)
         patiently(partial(self.folder.failures.write_text, ""))
@@ -340,17 +347,9 @@ class Supervisor:
         has, one failure of torchrun with rank None and the child's `code`. If the port of this
         worker's store was taken, make the attempt's file ``port-taken``; raise OSError where that
         fails."""
-        launch, noted = self.launch, read_json(self.folder.failures)
-        failures: list[dict[str, Any]] = noted.get("failures", [])
-        if launch.rank is not None and not noted:  # else the worker's Python could not be started
-            failures = [{"rank": launch.rank, "code": code, "time": time.time()}]
-        for failure in failures:
-            failure |= first_failure.reason_of(failure, self.place.run, self.folder)
-        if not failures:
-            reason = first_failure.reason_of_agent(code, noted.get("agent", ""), self.folder)
-            failures = [{"rank": None, "code": code, "time": time.time(), **reason}]
+        failures = first_failure.failures_of(code, self.place.run, self.folder)
         oom.name_kills(failures, self._oom_kills)
-        error, port = failures[0]["error"], launch.store_port
+        error, port = failures[0]["error"], self.launch.store_port
         if port and "EADDRINUSE" in error and str(port) in error:
             self.place.attempt.port_taken.touch()
         return failures
@@ -391,6 +390,7 @@ def submitit_main(kind: str, command: list[str]) -> None:
     or with 1 and a message if job.json is broken or `expand` refuses; submitit's own exit code
     would always be 0."""
     signal.signal(signal.SIGCONT, signal.SIG_DFL)  # submitit logs each
+    limit_umask()
     try:
         job_json = AttemptEnv.from_env(os.environ).run_folder.job_json
         args = json.loads(patiently(job_json.read_text)).get("args", [])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from hpc_ddp.core.errors import (
     MISMATCH,
     UsageError,
 )
-from hpc_ddp.core.file_io import read_tail
+from hpc_ddp.core.file_io import read_json, read_tail
 from hpc_ddp.core.job.attempt_folder import AttemptFolder, NodeFolder
 from hpc_ddp.core.journal.events import JournalEvent, RankFailed, WorkerStarted, parse_event
 from hpc_ddp.core.journal.journal import last_event
@@ -190,6 +191,22 @@ def first_cause(failures: Sequence[Failure], exits: Iterable[Failure] = ()) -> F
 
     unrecorded = [e for e in exits_by_rank.values() if kinds.get(e.rank) in (None, "torn down")]
     return min([*failures, *(unrecorded if failures else ())], key=place_of, default=None)
+
+
+def failures_of(code: int, run: RunFolder, folder: NodeFolder) -> list[dict[str, Any]]:
+    """Return rank, code, time, error and last line of each worker of a node's `folder` that has
+    failed; where none has, one failure of torchrun with rank None. `code` is the exit code of the
+    supervisor's child."""
+    reported = read_json(folder.failures)
+    failures: list[dict[str, Any]] = reported.get("failures", [])
+    if folder.rank is not None and not reported:  # else the worker's Python could not be started
+        failures = [{"rank": folder.rank, "code": code, "time": time.time()}]
+    for failure in failures:
+        failure |= reason_of(failure, run, folder)
+    if not failures:
+        reason = reason_of_agent(code, reported.get("agent", ""), folder)
+        failures = [{"rank": None, "code": code, "time": time.time(), **reason}]
+    return failures
 
 
 def reason_of(failure: dict[str, Any], run: RunFolder, folder: NodeFolder) -> dict[str, str]:

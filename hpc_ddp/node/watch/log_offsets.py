@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import time
 from collections.abc import Iterable
 from contextlib import suppress
-from fnmatch import fnmatch
 from pathlib import Path
 
 from hpc_ddp.core.attempt_env import AttemptEnv
@@ -25,6 +25,11 @@ from hpc_ddp.node.watch.folder_watch import FolderWatch
 LIST_EVERY = 10  # looks; listing a folder costs an NFS server more than asking for sizes
 NODES_PER_S = 100  # that write notes down, whatever the number of nodes
 CHECK_AFTER_S, CHECK_EVERY_S = 30.0, 300.0  # whether Linux tells of all changes here
+
+
+def _open_no_link(path: str, flags: int) -> int:
+    """Open a file of hpc-ddp's own, for `open` as its `opener`; raise OSError for a link."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
 
 
 class LogCopy:
@@ -40,7 +45,7 @@ class LogCopy:
         """Copy to stdout what was appended since the last call; do nothing where there is no log.
         Raises OSError if the log can't be read."""
         try:
-            with open(self.log, "rb") as file:
+            with open(self.log, "rb", opener=_open_no_link) as file:
                 file.seek(self._position)
                 new = file.read()
         except FileNotFoundError:
@@ -61,7 +66,7 @@ class Growth:
         self._shown = LogCopy(node.rank_log(0)) if shows_rank_0 else None
         self._node = node
         self._watch = FolderWatch(node.path)
-        self._pattern = "rank-*.log" if node.rank is None else f"rank-{node.rank}.log"
+        self._log_name = re.compile(rf"rank-{r'[0-9]+' if node.rank is None else node.rank}\.log")
         self._logs: dict[Path, int] = {}  # sizes in bytes, as noted last
         self._lines: list[str] = []  # not written yet
         self._pause_s = AttemptEnv.from_env(os.environ).nnodes / NODES_PER_S
@@ -124,14 +129,14 @@ class Growth:
         self._logs |= grown
         if not self._lines or (self._pause_s > 1 and time.monotonic() < self._due):
             return
-        with open(self._node.printed, "a") as file:
+        with open(self._node.printed, "a", opener=_open_no_link) as file:
             file.write("".join(self._lines))
         self._lines.clear()
         self._due = time.monotonic() + self._pause_s
 
     def _logs_among(self, names: Iterable[str]) -> list[Path]:
         """Return the paths of those `names` that are logs of the supervisor's ranks."""
-        return [self._node.path / name for name in sorted(names) if fnmatch(name, self._pattern)]
+        return [self._node.path / name for name in sorted(names) if self._log_name.fullmatch(name)]
 
     def _all_logs(self) -> list[Path]:
         """Add new logs of the supervisor's ranks to the known ones, and return all. The folder is
@@ -141,7 +146,7 @@ class Growth:
         since = self._looks_since_new
         self._looks_since_new += 1
         if not self._logs or since < LIST_EVERY or since % LIST_EVERY == 0:
-            for path in sorted(self._node.path.glob(self._pattern)):
+            for path in self._logs_among(os.listdir(self._node.path)):
                 if path not in self._logs:
                     self._logs[path] = 0
                     self._looks_since_new = 0

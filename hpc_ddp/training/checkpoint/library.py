@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import stat
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,7 @@ from typing import Any
 from hpc_ddp.core import checkpoints
 from hpc_ddp.core.checkpoints import FileFacts
 from hpc_ddp.core.errors import UsageError
-from hpc_ddp.core.file_io import close_to_others, patiently, set_folder_mode
+from hpc_ddp.core.file_io import close_to_others, patiently
 from hpc_ddp.core.file_owners import checkpoint_fault
 from hpc_ddp.training.checkpoint.rank_comparison import Inventory
 from hpc_ddp.training.checkpoint.rank_part import Content
@@ -21,7 +19,6 @@ from hpc_ddp.training.checkpoint.restore import reading
 from hpc_ddp.training.checkpoint.save import (
     Checkpoints,
     Failure,
-    Outcome,
     failure_of,
 )
 from hpc_ddp.training.checkpoint.storage import disk
@@ -44,6 +41,7 @@ class LibraryCheckpoints(Checkpoints):
     """
 
     library = ""
+    most_mode = 0o755
     own_names: frozenset[str] = frozenset()
     syncs = True
 
@@ -69,7 +67,7 @@ class LibraryCheckpoints(Checkpoints):
         a peer is gone."""
         self.settle()
         draft = disk.draft(self._run.checkpoints, step, self._attempt)
-        on_first(self.control, partial(_make_draft, draft))
+        on_first(self.control, partial(disk.make_draft, draft, is_private=True))
         return draft
 
     def commit(self, step: int, facts: Mapping[str, Any], began: float) -> None:
@@ -103,17 +101,6 @@ class LibraryCheckpoints(Checkpoints):
         minute."""
         with reading(folder):
             return patiently(partial(checkpoint_fault, self._run, folder))
-
-    def _publish(self, plan: Plan, draft: Path, content: Content, answers: list[Any]) -> Outcome:
-        """Publish a draft as the base does; then give the checkpoint's folder the rights to read
-        that the folder of all checkpoints has."""
-        outcome = super()._publish(plan, draft, content, answers)
-        if outcome.error is None:
-            with suppress(OSError):  # it is published; for its owner it is good
-                mode = stat.S_IMODE(self._run.checkpoints.stat().st_mode)
-                folder = self._run.checkpoints / f"step-{content.step}"
-                set_folder_mode(folder, 0o700 | mode & 0o755)
-        return outcome
 
     def _write_index(
         self, plan: Plan, draft: Path, content: Content, answers: Sequence[Any]
@@ -153,10 +140,3 @@ class LibraryCheckpoints(Checkpoints):
             return {name: checkpoints.facts_of(draft / name) for name in names[rank::world_size]}
         except Exception as error:  # the peers wait for an answer
             return failure_of(error)
-
-
-def _make_draft(draft: Path) -> None:
-    """Make a draft's folder unless it exists, and close it to other users. Raise OSError if that is
-    refused, as where the folder is another user's."""
-    draft.mkdir(mode=0o700, exist_ok=True)
-    set_folder_mode(draft, 0o700)

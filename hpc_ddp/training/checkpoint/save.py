@@ -93,6 +93,7 @@ class Checkpoints(Restorer):
     """
 
     node = ""
+    most_mode = 0o777  # of a published folder, which has the rights of the folder around it
 
     def __init__(
         self,
@@ -261,8 +262,7 @@ class Checkpoints(Restorer):
         plan = plan_of(claims)
         size = sum(part.size for part in plan.parts) + sum(claim.frozen for claim in claims)
         count = 2 + len({p.file for p in plan.parts}) + sum(len(c.layouts) > 1 for c in claims)
-        draft.parent.mkdir(exist_ok=True)  # a run that was moved away is not made anew
-        draft.mkdir(exist_ok=True)
+        disk.make_draft(draft)
         for give_way in (self._remove_parcel, partial(self._make_room, content)):
             try:
                 disk.check_space(draft, size, count)
@@ -305,7 +305,7 @@ class Checkpoints(Restorer):
         if not self._run.is_newest(self._attempt):
             disk.remove(draft)
             return Outcome(error=self._superseded_error())
-        disk.publish(draft, self._attempt)
+        disk.publish(draft, self._attempt, self.most_mode)
         return Outcome(sum(part.size for parts in files.values() for part in parts))
 
     def _write_index(

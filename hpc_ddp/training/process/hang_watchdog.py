@@ -23,6 +23,7 @@ from torch._C import _distributed_c10d
 
 from hpc_ddp.core import process
 from hpc_ddp.core.console.terminal import say
+from hpc_ddp.core.file_io import make_folders
 from hpc_ddp.core.job.attempt_folder import NodeFolder
 from hpc_ddp.training.data.order import Position
 
@@ -98,9 +99,9 @@ class Watchdog:
         beat()
         if self._stacks is None and self._hang_after_s > 0:
             # Opened now, since nothing can be opened once Python's lock is gone.
-            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
             try:
-                self._node.path.mkdir(parents=True, exist_ok=True)
+                make_folders(self._node.path)
                 self._stacks = os.open(self._node.stacks(self._rank), flags, 0o600)
             except OSError:  # a disk in trouble; the next step tries again
                 return

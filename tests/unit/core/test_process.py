@@ -59,6 +59,20 @@ def test_a_worker_in_a_pid_namespace_of_its_own_is_found(tmp_path: Path) -> None
             wrapper.kill()
 
 
+def test_a_pid_file_of_another_user_names_no_process(tmp_path: Path) -> None:
+    """That user would choose which of this user's processes a notice ends."""
+    path, link = tmp_path / "rank-0.pid", tmp_path / "rank-1.pid"
+    path.write_text(f"{os.getpid()} {process._began(os.getpid())}")
+    assert process.live_pid(path) == os.getpid()
+    link.symlink_to(path)
+    assert process.live_pid(link) is None
+    if os.geteuid():
+        skip_or_fail("only root can give a file to another user")
+    os.chown(path, 54321, -1)
+    assert process.live_pid(path) is None
+    assert process.signal_from_pid_files([path, link], signal.SIGCONT) == 0
+
+
 def test_a_process_of_another_pid_namespace_may_run_without_being_seen(tmp_path: Path) -> None:
     path = tmp_path / "rank-0.pid"
     began, here = process._began(os.getpid()), os.readlink("/proc/self/ns/pid")

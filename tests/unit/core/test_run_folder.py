@@ -15,12 +15,33 @@ from typing import Any
 import pytest
 
 from hpc_ddp.core.errors import HpcDdpError
-from hpc_ddp.core.file_io import write_json
+from hpc_ddp.core.file_io import make_folders, write_json
 from hpc_ddp.core.job.attempt_folder import AttemptFolder, NodeFolder
 from hpc_ddp.core.journal.events import JournalEvent
 from hpc_ddp.core.run_folder import RunFolder
 from tests.raw_events import typed
 from unit.core.fakes import make_run
+from unit.fakes import set_acl
+
+
+def test_below_a_default_acl_others_write_nothing_of_an_attempt(tmp_path: Path) -> None:
+    """A link there, or a file of another name, would be followed and believed."""
+    run = make_run(tmp_path)
+    set_acl(run.logs, "default")
+    umask = os.umask(0o022)
+    try:
+        node = run.claim_attempt({}, lambda identity: True).node("n1")
+        make_folders(node.path)
+        node.failures.write_text("")
+        os.close(os.open(node.rank_log(0), os.O_WRONLY | os.O_CREAT, 0o666))
+    finally:
+        os.umask(umask)
+    made = [node.path.parent, *node.path.parent.rglob("*")]
+    assert len(made) > 4
+    assert [path for path in made if path.stat().st_mode & 0o022] == []
+    acls = [path for path in made if any("acl" in name for name in os.listxattr(path))]
+    assert acls in ([], [node.path.parent])  # of the folder itself, whose mask is empty
+    assert node.path.parent.stat().st_mode & 0o077 == 0
 
 
 def test_attempts_are_numbered_and_only_one_lives(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.job.attempt_folder import AttemptFolder
 from hpc_ddp.node import child_process, supervisor
 from hpc_ddp.node.child_process import expand, split, torchrun_launch, worker_launch
+from hpc_ddp.node.outcome import first_failure
 from hpc_ddp.node.outcome import oom as oom_module
 from hpc_ddp.node.supervisor import Supervisor
 from hpc_ddp.node.watch import attempt_watch, log_offsets
@@ -27,7 +28,7 @@ from unit.node.fakes import NoSignals, place_of
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     monkeypatch.setattr(oom_module, "kills", lambda: 0)
-    return stop_clock(monkeypatch, supervisor, attempt_watch, log_offsets)
+    return stop_clock(monkeypatch, supervisor, attempt_watch, log_offsets, first_failure)
 
 
 @pytest.fixture

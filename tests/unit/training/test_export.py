@@ -10,8 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from hpc_ddp.core import checkpoints
 from hpc_ddp.core.errors import HpcDdpError, UsageError
 from hpc_ddp.training import export as export_module
+from hpc_ddp.training.checkpoint.storage import disk
 from hpc_ddp.training.checkpoint.storage.resharding import Reader
 from hpc_ddp.training.data.order import Position
 from hpc_ddp.training.export import export, main
@@ -49,6 +51,34 @@ def test_an_export_names_the_objects_that_there_are(
     monkeypatch.setattr("sys.argv", ["export", str(run.path), str(out), "--object", "net"])
     assert main() == 0
     assert load_file(out).keys() == {"weight", "bias"}
+
+
+def test_a_checkpoint_reads_no_file_but_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A colleague's would lead to a secret, which is then in the model that the user hands on."""
+    run, secret = claim_run(tmp_path), tmp_path / "id_rsa"
+    secret.write_bytes(b"secret" * 100)
+    manager = make_manager(make_saver(run), Position(step=1))
+    manager.track({"model": torch.nn.Linear(2, 2)}, {}, ())
+    manager.save_surely()
+    (folder,) = run.checkpoints.iterdir()
+    content = torch.load(folder / "state.pt", weights_only=True)
+    (part,) = content["index"]["parts"]
+    content["index"]["parts"] = [(str(secret), *part[1:])]
+    torch.save(content, folder / "state.pt")
+    manifest = checkpoints.read_manifest(folder)
+    names = manifest.pop("files")
+    (folder / "manifest.json").unlink()
+    facts = {name: [checkpoints.facts_of(folder / name)] for name in names}
+    disk.write_manifest(folder, manifest, facts)
+    assert checkpoints.verify(folder) is None
+    out = tmp_path / "model.safetensors"
+    monkeypatch.setattr("sys.argv", ["export", str(run.path), str(out)])
+    assert main() == 1
+    text = capsys.readouterr().err
+    assert f"names '{secret}', which is none of its files: hpc-ddp has not written it so" in text
+    assert not out.exists()
 
 
 def test_an_export_has_each_tensor_once_in_memory(

@@ -9,6 +9,7 @@ import errno
 import json
 import os
 import shutil
+import stat
 import zlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +26,7 @@ from hpc_ddp.core.checkpoints import (
     step_of,
     verify,
 )
-from hpc_ddp.core.file_io import close_to_others
+from hpc_ddp.core.file_io import close_to_others, set_folder_mode
 
 # Checkpoints that this process has written, or loaded, and so verified: a terabyte takes minutes.
 intact: set[Path] = set()
@@ -44,7 +45,8 @@ def write_file(
     """
     views = [memoryview(part).cast("B") for part in content]
     size = sum(map(len, views))
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    # Where others may write to the folder, one of them may have put a link there.
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
     with open(handle, "wb", buffering=0) as file, ThreadPoolExecutor(1) as pool:
         file.seek(offset)
         for view in views:
@@ -106,9 +108,25 @@ def draft(folder: Path, step: int, attempt: int) -> Path:
     return folder / f"step-{step}.tmp-{attempt}"
 
 
-def publish(draft_folder: Path, attempt: int) -> Path:
+def make_draft(folder: Path, is_private: bool = False) -> None:
+    """Make a draft's folder unless there is one, and close it to other users, whatever the umask.
+    A link, or another user's folder, is removed first: what is written there would end up
+    elsewhere. Raise OSError if the folder can't be made, or with `is_private` not be closed."""
+    is_own = False
+    folder.parent.mkdir(exist_ok=True)  # a run that was moved away is not made anew
+    with suppress(FileNotFoundError):
+        status = folder.lstat()
+        is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
+        if not is_own:
+            remove(folder)
+    folder.mkdir(mode=0o700, exist_ok=is_own)
+    with suppress(*() if is_private else (OSError,)):  # a disk without modes
+        set_folder_mode(folder, 0o700)
+
+
+def publish(draft_folder: Path, attempt: int, most_mode: int = 0o777) -> Path:
     """Rename a complete draft to its final name, durably; add the new path to `intact`, and return
-    it.
+    it. It gets the rights that the folder of all checkpoints has, `most_mode` at most.
 
     An older folder of that name is renamed first, as where the step was saved before and after the
     code at the end of an epoch: to `.old-` if it is in `intact` or verifies, for which all of it is
@@ -119,6 +137,9 @@ def publish(draft_folder: Path, attempt: int) -> Path:
     if final.exists():
         is_damaged = final not in intact and verify(final)
         set_aside(final, "bad" if is_damaged else "old", attempt)
+    with suppress(OSError):  # for its owner it is good
+        mode = stat.S_IMODE(final.parent.stat().st_mode) & most_mode
+        set_folder_mode(draft_folder, 0o700 | mode & 0o777)
     draft_folder.rename(final)
     intact.add(final)
     sync(final.parent)
@@ -154,13 +175,17 @@ def clear_drafts(folder: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a folder; it may be missing, or another process may remove it at the same time.
+    """Remove a folder, or a link; it may be missing, or another process may remove it as well.
 
     It is renamed to ``step-<n>.tmp-gone`` first: a kill in between leaves no half checkpoint. It
     raises nothing: a folder that can't be renamed stays as it is, and a file that can't be removed,
     as NFS keeps one while a process has it open, stays in the renamed folder.
     """
     nameless = path.with_name(f"{path.name.partition('.')[0]}.tmp-gone")
+    for link in (path, nameless):
+        with suppress(OSError):
+            if link.is_symlink():  # another user's, say
+                link.unlink()
     with suppress(OSError):
         shutil.rmtree(nameless, ignore_errors=True)
         path.rename(nameless)

@@ -21,7 +21,7 @@ import torch
 
 from hpc_ddp.core import checkpoints
 from hpc_ddp.core.errors import HpcDdpError
-from hpc_ddp.core.file_io import READER_THREADS, patiently
+from hpc_ddp.core.file_io import READER_THREADS, open_data, patiently
 from hpc_ddp.training.checkpoint.state import merge_trees
 from hpc_ddp.training.checkpoint.storage.layout import Cut, Layout, LayoutEntry, Shape
 from hpc_ddp.training.checkpoint.storage.resharding import Part, Reader
@@ -216,7 +216,7 @@ def read_index(folder: Path) -> Index:
     Raises
     ------
     HpcDdpError
-        another version of hpc-ddp has written it
+        another version of hpc-ddp has written it, or its index names a file outside of it
     OSError
         it can't be read
     ValueError
@@ -238,6 +238,13 @@ def read_index(folder: Path) -> Index:
         for rows in index["layouts"]
     ]
     parts = [RankPart(*row) for row in index["parts"]]
+    # A checkpoint may be another user's, and no part of it any file of this user's.
+    if strange := {STATE, *(part.file for part in parts)} - manifest["files"].keys():
+        raise HpcDdpError(
+            f"the index of {folder} names {sorted(map(str, strange))[0]!r}, which is none of its"
+            " files: hpc-ddp has not written it so",
+            hint=f"go on from an earlier checkpoint: move {folder.name} elsewhere",
+        )
     stages = [part for part in parts if part.has_tree]
     with ThreadPoolExecutor(READER_THREADS) as pool:  # a parallel file system opens many at a time
         for values in pool.map(partial(read_values, folder), stages):
@@ -250,7 +257,7 @@ def read_values(folder: Path, part: RankPart) -> dict[str, Any]:
     file can't be read for a minute, or ends too early."""
 
     def read() -> bytes:
-        with open(folder / part.file, "rb") as file:
+        with open_data(folder / part.file) as file:
             file.seek(part.offset + part.tensors)
             content = file.read(part.values)
         if len(content) < part.values:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from hpc_ddp.core.errors import DiskError, HpcDdpError
-from hpc_ddp.core.file_io import patiently
+from hpc_ddp.core.file_io import check_links, patiently
 from hpc_ddp.training.checkpoint.storage.layout import (
     Box,
     Layout,
@@ -290,8 +290,11 @@ class Reader:
 
     def _read(self, path: Path, offset: int, memory: memoryview) -> None:
         """Fill `memory` from byte `offset` of a file on; the file stays open for the next call.
-        Raise OSError if it can't be read, or ends too early: the next call then opens it anew."""
-        file = self._files.pop(path, None) or FileIO(path)
+        Raise OSError if it can't be read, ends too early, or lies behind a link of another user's:
+        the next call then opens it anew."""
+        if (file := self._files.pop(path, None)) is None:
+            check_links(path)
+            file = FileIO(path)
         try:
             file.seek(offset)
             while memory:

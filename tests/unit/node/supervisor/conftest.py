@@ -6,6 +6,7 @@ import pytest
 
 from hpc_ddp.core import process
 from hpc_ddp.node import child_process, supervisor
+from hpc_ddp.node.outcome import first_failure
 from hpc_ddp.node.outcome import oom as oom_module
 from hpc_ddp.node.watch import attempt_watch, log_offsets
 from unit.fakes import Clock, stop_clock
@@ -14,7 +15,9 @@ from unit.fakes import Clock, stop_clock
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     monkeypatch.setattr(oom_module, "kills", lambda: 0)
-    return stop_clock(monkeypatch, supervisor, child_process, attempt_watch, log_offsets)
+    return stop_clock(
+        monkeypatch, supervisor, child_process, attempt_watch, log_offsets, first_failure
+    )
 
 
 @pytest.fixture(autouse=True)

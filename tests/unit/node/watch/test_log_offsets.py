@@ -33,6 +33,29 @@ def test_growing_logs_are_recorded(tmp_path: Path) -> None:
     growth.note()
 
 
+def test_no_link_is_followed_and_no_other_name_is_noted(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Whoever could write to the folder would have a line of theirs in a file of the user's."""
+    (tmp_path / "node").mkdir()
+    node = NodeFolder(tmp_path / "node")
+    for name in ("rank-0\nrm -rf x #.log", "rank-x.log", "rank-1.log"):
+        (node.path / name).write_text("text\n")
+    secret, profile = tmp_path / "secret", tmp_path / "profile"
+    secret.write_text("secret\n")
+    profile.write_text("own\n")
+    growth = Growth(node, shows_rank_0=True)
+    growth.note_all()
+    assert [line.split()[1:] for line in node.printed.read_text().splitlines()] == [["1", "5"]]
+    node.printed.unlink()
+    node.printed.symlink_to(profile)
+    node.rank_log(0).symlink_to(secret)
+    node.rank_log(1).write_text("more text\n")
+    for _ in range(3):
+        growth.note_all()
+    assert (profile.read_text(), capfd.readouterr().out) == ("own\n", "")
+
+
 def test_sizes_are_recorded_with_their_times(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hpc_ddp.core.errors import UsageError
-from hpc_ddp.core.file_owners import check_kept_modes
+from hpc_ddp.core.file_owners import check_executable, check_kept_modes
 from hpc_ddp.core.run_folder import RunFolder
 from tests.skips import skip_or_fail
 
@@ -88,6 +88,23 @@ def test_what_a_script_leaves_with_the_umask_of_a_group_ends_no_requeue(run: Pat
     run.chmod(0o755)
     assert (check(run), cached.exists()) == ("", False)  # it is compiled anew
     check_kept_modes(RunFolder(run))
+
+
+def test_what_a_containers_root_has_compiled_ends_no_requeue(run: Path) -> None:
+    if os.geteuid():
+        skip_or_fail("only root can give a file to another user")
+    cached = run / "code" / "0" / "__pycache__" / "train.cpython-311.pyc"
+    cached.parent.mkdir(mode=0o755)
+    for mode in (0o700, 0o755):
+        cached.touch(mode=0o644)
+        os.chown(cached, 54321, -1)
+        run.chmod(mode)
+        assert (check(run), cached.exists()) == ("", False)
+    cached.touch()
+    os.chown(cached, 54321, -1)
+    (run / "journal").mkdir()
+    check_executable(RunFolder(run))
+    assert not cached.exists()
 
 
 def test_a_file_that_goes_while_it_is_looked_at_is_no_strangers(run: Path, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 from hpc_ddp.core import checkpoints
 from hpc_ddp.core.checkpoints import FileFacts
 from hpc_ddp.training.checkpoint.storage import disk
+from tests.skips import skip_or_fail
 from unit.training.checkpoint.fakes import names_in, write_draft
 
 
@@ -94,3 +95,33 @@ def test_folders_are_synced_before_and_after_publishing(
     monkeypatch.setattr(os, "fsync", sync)
     disk.publish(write_draft(tmp_path, 3), 0)
     assert synced == ["state.pt", "manifest.json", "step-3.tmp-0", tmp_path.name]
+
+
+def test_a_save_follows_no_link_in_its_draft(tmp_path: Path) -> None:
+    """Where the group may write to the folder of checkpoints, a draft's name is foreseeable."""
+    thesis, other = tmp_path / "thesis", tmp_path / "other"
+    thesis.write_text("mine")
+    other.mkdir()
+    draft = disk.draft(tmp_path, 4, 0)
+    draft.symlink_to(other)
+    disk.make_draft(draft)
+    assert not draft.is_symlink()
+    assert draft.stat().st_mode & 0o777 == 0o700
+    (draft / "rank-0.bin").symlink_to(thesis)
+    with pytest.raises(OSError, match="symbolic link") as caught:
+        disk.write_file(draft / "rank-0.bin", b"x")
+    assert caught.value.errno == errno.ELOOP
+    assert (thesis.read_text(), os.listdir(other)) == ("mine", [])
+    if os.geteuid():
+        skip_or_fail("only root can give a file to another user")
+    os.chown(draft, 54321, -1)
+    disk.make_draft(draft)
+    assert (os.listdir(draft), draft.stat().st_uid) == ([], os.geteuid())
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o770, 0o700])
+def test_a_checkpoint_has_the_rights_of_the_folder_around_it(tmp_path: Path, mode: int) -> None:
+    draft = write_draft(tmp_path / "checkpoints", 4)
+    draft.chmod(0o700)
+    draft.parent.chmod(mode)
+    assert disk.publish(draft, 0).stat().st_mode & 0o777 == mode
