@@ -157,3 +157,23 @@ def test_functions_of_a_profile_change_nothing(run: Path) -> None:
     (run / "lib" / "node.py").chmod(0o664)
     assert "nothing is run of" in check(run, profile)
     assert not list((run / "logs").glob(".owner*"))
+
+
+@pytest.mark.parametrize(
+    ("folders", "expected"),
+    [(":/a", "/a"), ("/a:", "/a"), ("/a::/b:::", "/a:/b"), ("/a:/b", "/a:/b"), ("", ""), (":", "")],
+)
+def test_an_empty_part_of_a_path_is_no_folder_that_others_can_write(
+    tmp_path: Path, folders: str, expected: str
+) -> None:
+    """Python takes it for the working directory, and imports a colleague's random.py from there."""
+    _, _, rest = GOLDEN.read_text().partition("drop_empty_parts() {")
+    function = "drop_empty_parts() {" + rest.partition("\n}\n")[0] + "\n}\n"
+    for mode, left in ((0o755, folders), (0o775, expected)):
+        tmp_path.chmod(mode)
+        env = {"PATH": os.environ["PATH"], "PYTHONPATH": folders}
+        text = f'{function}drop_empty_parts\nset -u; printf %s "$PYTHONPATH${{LD_LIBRARY_PATH-}}"'
+        argv = ["/bin/bash", "-c", text]
+        done = subprocess.run(argv, cwd=tmp_path, env=env, capture_output=True, text=True)
+        assert done.stdout == left
+        assert done.stderr.startswith("hpc-ddp: the empty part") == (left != folders), done.stderr
