@@ -132,6 +132,25 @@ def test_a_loader_of_the_scripts_own_goes_on_in_its_epoch(
     assert len(ends(output)) == 11
 
 
+@pytest.mark.parametrize(
+    ("words", "at", "saved"), [((), 13, 12), (("--steps",), 11, 9), (("--steps",), 14, 12)]
+)
+def test_a_pass_that_is_loaded_draws_no_random_number_again(
+    make_crew: Callable[[str], Any], words: tuple[str, ...], at: int, saved: int
+) -> None:
+    """It has drawn its seed before the checkpoint: else dropout has other numbers from then on."""
+    script = "stateful_loader.py"
+    whole = ends(make_crew("whole").go(1, *words, script=script))
+    crew = make_crew("killed")
+    assert crew.launch(1, *words, "--kill-at", str(at), script=script).wait() == [9]
+    output = crew.go(1, *words, script=script)
+    assert f"going on from step {saved}" in output
+    later = f"RANK step {saved + 1:2}"
+    of_later = [line for line in ends(output) if line >= later]
+    assert of_later == [line for line in whole if line >= later]
+    assert len(of_later) >= 6
+
+
 @pytest.mark.parametrize("kind", [(), ("--shard",)])
 def test_weights_that_lines_change_again_are_put_back(
     make_crew: Callable[[str], Any], kind: tuple[str, ...]

@@ -14,6 +14,7 @@ from hpc_ddp.core.console.terminal import say
 from hpc_ddp.training.data.dataloader import Seeded
 from hpc_ddp.training.data.iterable import IterableBatches
 from hpc_ddp.training.data.order import Position
+from hpc_ddp.training.models import rng
 from hpc_ddp.training.models.tracked import find_living
 from hpc_ddp.training.process.control import Control
 
@@ -121,11 +122,22 @@ def _call_at_iter(source: Any, call: Callable[[], None]) -> None:
 
     def __iter__(self: Any) -> Any:
         self.__class__ = kind
+        if getattr(self, "next_iter_state", None) and getattr(self, "_iterator", "") is None:
+            _open_loaded_pass(self)
         batches = iter(self)
         call()
         return batches
 
     source.__class__ = type(kind.__name__, (kind,), {"__iter__": __iter__})
+
+
+def _open_loaded_pass(source: Any) -> None:
+    """Have the next ``iter`` of a StatefulDataLoader, whose state was loaded, go on with the pass
+    in that state, and draw no random number for it: the pass had drawn its own before the
+    checkpoint. One behind its end still draws for the next pass."""
+    with rng.untouched():
+        source._iterator = source._get_iterator()
+    source._initial_iter_for_state_dict = True
 
 
 class _Holder:

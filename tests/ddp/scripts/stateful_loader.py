@@ -4,6 +4,7 @@ where an epoch's batches end, in the evaluation."""
 
 import argparse
 import os
+import sys
 
 import torch
 from torch import nn
@@ -14,6 +15,7 @@ from hpc_ddp.training import start
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--kill-at", type=int, default=0)
+parser.add_argument("--steps", action="store_true", help="passes follow each other in run.steps")
 args = parser.parse_args()
 
 run = start(save_every=None, save_every_steps=3)
@@ -29,6 +31,17 @@ def die() -> None:
     os._exit(9)
 
 
+if args.steps:
+    endless = (x for _ in iter(int, 1) for (x,) in batches)
+    for step in run.steps(18):
+        loss = model(next(endless)).square().mean()
+        run.backward(loss)
+        run.update(optimizer)
+        print(f"RANK step {step + 1:2}: {loss:.6f}")
+        if step + 1 == args.kill_at:
+            die()
+        run.step()
+    sys.exit(run.finish())
 for _ in run.epochs(3):
     optimizer.param_groups[0]["lr"] *= 0.5
     noise = torch.rand(())
