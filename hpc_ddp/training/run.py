@@ -199,7 +199,7 @@ class Run(ModelSetup):
         and averaged gradient is the mean over the global batch, also where micro-batches differ in
         size at the end of an epoch. DDP averages in the last one of a step only. All ranks call it.
         """
-        weighted = self._weighted(loss)
+        weighted = self._begin_backward(loss)
         self._timer.end_forward()
         self._precision.backward(weighted)
 

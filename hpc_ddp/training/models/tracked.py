@@ -252,7 +252,8 @@ _EARLY = 64
 
 class GradientWatch:
     """Warns, once, of gradients that a script accumulates by hand over ``run.step``: one of the
-    first `_EARLY` steps has gradients and no optimizer's update, after a step that had one.
+    first `_EARLY` steps has gradients and no optimizer's update, after a step that had one. Warns,
+    once, of gradients that a script drops within a step, between two of its micro-batches.
     Optimizers among the tracked `objects` that are ``capturable`` are left out: their updates may
     be replays of a CUDA graph, which are not seen. `check` is called before each update, which it
     may refuse by an error. All of them are hooked for updates of mixed groups (`step_apart`)."""
@@ -271,6 +272,7 @@ class GradientWatch:
         self._check = check
         self.has_updated = False  # an optimizer, in this step
         self._had_update = False  # in a step before
+        self._is_amid_step = False  # a micro-batch had its backward, and the step has more of them
         for optimizer in optimizers:
             add_hook_tables(optimizer)
             step_apart(optimizer)
@@ -279,6 +281,20 @@ class GradientWatch:
     def _note_update(self, *_: Any) -> None:
         self._check()
         self.has_updated = True
+
+    def begin_backward(self, ends_step: bool) -> None:
+        """Called before the backward of each micro-batch, with whether it is the last one of its
+        step: warn if those before it have left no gradients."""
+        if self._is_amid_step and self._steps_left:
+            weights = [weight for one in self._optimizers for weight in parameters_of(one)]
+            if all(weight.grad is None for weight in weights):
+                self._steps_left = 0
+                self._warn(
+                    "WARNING: within a step of several micro-batches (accumulate) the gradients of"
+                    " the earlier ones are gone, as by optimizer.zero_grad() before each: the last"
+                    " one alone counts; drop that line: run.update sets them to None"
+                )
+        self._is_amid_step = not ends_step
 
     def weights_step(self, step: int) -> int | None:
         """Return the step whose weights the models have, after `step` steps that have ended; None

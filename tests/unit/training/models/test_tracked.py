@@ -267,6 +267,26 @@ def test_gradients_that_are_kept_over_a_step_are_warned_of(updates: list[int], c
     assert len(lines) == count
 
 
+@pytest.mark.parametrize(("drops", "count"), [(False, 0), (True, 1)])
+def test_gradients_that_are_dropped_within_a_step_are_warned_of(drops: bool, count: int) -> None:
+    """As by the ``optimizer.zero_grad()`` with which loops begin."""
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters())
+    lines: list[str] = []
+    watch = GradientWatch([model, optimizer], lines.append)
+    for ends_step in (False, True) * 3:
+        if drops:
+            optimizer.zero_grad()
+        watch.begin_backward(ends_step)
+        model(torch.ones(1)).backward()
+        if ends_step:
+            optimizer.step()
+            optimizer.zero_grad()
+            watch.end_step()
+    assert len(lines) == count
+    assert all("the last one alone counts; drop that line" in line for line in lines)
+
+
 def test_an_optimizer_that_is_not_set_up_can_be_hooked() -> None:
     """As Lookahead of torch_optimizer, which leaves out ``Optimizer.__init__``."""
 
