@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 
 from hpc_ddp.core.attempt_env import AttemptEnv
 from hpc_ddp.core.console.terminal import say
-from hpc_ddp.core.file_io import patiently, read_word, write_whole
+from hpc_ddp.core.file_io import make_folders, patiently, read_word, write_whole
 from hpc_ddp.core.job.trackers import SET_HERE, mlflow_id
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node.net.place import Place
@@ -109,7 +109,7 @@ def _look_up(
     try:
         for package, name, default, switch, word in servers:
             if package == "comet_ml":  # its client makes no folder
-                (run.path / "comet").mkdir(exist_ok=True)
+                make_folders(run.path / "comet")
             if not _reaches(environ.get(name) or _logged_in_at(package) or default, environ):
                 variables[switch] = word
         if creates:

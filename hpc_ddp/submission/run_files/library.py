@@ -34,7 +34,16 @@ def carry_library(run: RunFolder) -> None:
         package = draft / "hpc_ddp"
         for name in TRAVELS:
             copy(PACKAGE / name, package / name)
-        for name in ("__init__.py", "live_jobs.py", "slurm.py", "slurm_text.py", "py.typed"):
+        (package / "cli").mkdir()
+        shutil.copy(Path(__file__).with_name("worker_cli.py"), package / "cli" / "__init__.py")
+        for name in (
+            "__init__.py",
+            "__main__.py",
+            "live_jobs.py",
+            "slurm.py",
+            "slurm_text.py",
+            "py.typed",
+        ):
             shutil.copy(PACKAGE / name, package / name)
         shutil.copy(PACKAGE / "node" / "entry.py", draft / "node.py")
         # Python 3.10, which a node may have, reads no TOML.

@@ -275,11 +275,6 @@ class ModelSetup(Worker):
         """Return the loss times the weight of the current micro-batch (see `backward`)."""
         return loss if self._micro_batch.weight == 1.0 else loss * self._micro_batch.weight
 
-    def _begin_backward(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the weighted loss of a micro-batch whose backward begins."""
-        self._gradients.begin_backward(self.ends_step)
-        return self._weighted(loss)
-
     def ema(self, model: torch.nn.Module, decay: float = 0.999) -> Average:
         """Return a copy of the model, without its wrappers, whose weights become an exponential
         moving average of the model's. Name it in `track`, and call its ``update_parameters(model)``

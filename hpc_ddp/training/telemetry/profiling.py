@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import secrets
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from hpc_ddp.core.console.terminal import say
+from hpc_ddp.core.file_io import make_folders
 from hpc_ddp.training import devices
 from hpc_ddp.training.options import Options
 
@@ -102,8 +104,11 @@ class Profiler:
         profile, self._profile = self._profile, None
         profile.stop()
         try:
-            self._path.parent.mkdir(exist_ok=True)
-            profile.export_chrome_trace(str(self._path))
+            make_folders(self._path.parent)
+            # A link there, of a user who may write to the folder, is replaced and not followed.
+            draft = self._path.with_name(f".{secrets.token_hex(8)}-{self._path.name}")
+            profile.export_chrome_trace(str(draft))
+            draft.replace(self._path)
         except OSError as error:
             say(f"the profile can't be written: {error}")
             return

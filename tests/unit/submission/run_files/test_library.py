@@ -59,3 +59,25 @@ def test_bytecode_lies_in_folders_that_no_group_can_write(tmp_path: Path) -> Non
         assert [*folder.rglob("*.pyc")]
         open_paths = [path for path in folder.rglob("*") if path.stat().st_mode & 0o022]
         assert open_paths == []
+
+
+def test_a_worker_can_call_the_installed_commands(tmp_path: Path) -> None:
+    """As a script that submits the next job; a run carries no commands."""
+    run = RunFolder(tmp_path / "name" / "id").make()
+    carry_library(run)
+    code = tmp_path / "code"
+    code.mkdir()
+    env = {**os.environ, "HPC_DDP_CODE": str(code), "PYTHONPATH": f"{run.lib}:{code}:{REPO}"}
+    script = Path(sys.executable).with_name("hpc-ddp")
+    for argv in ([sys.executable, "-m", "hpc_ddp"], [sys.executable, str(script)]):
+        done = subprocess.run([*argv, "--version"], env=env, cwd=tmp_path, capture_output=True)
+        assert (done.returncode, done.stderr) == (0, b""), done.stderr
+        assert done.stdout.startswith(b"hpc-ddp")
+    look = "import hpc_ddp.cli, os; print(os.environ['PYTHONPATH'], hpc_ddp.cli.__file__)"
+    done = subprocess.run([sys.executable, "-c", look], env=env, cwd=tmp_path, capture_output=True)
+    assert done.stdout.decode().split() == [str(REPO), str(REPO / "hpc_ddp/cli/__init__.py")]
+    env["PYTHONPATH"] = str(run.lib)
+    look = "import sys; sys.path = [p for p in sys.path if 'python3' in p or p == sys.argv[1]]"
+    argv = [sys.executable, "-S", "-c", f"{look}\nimport hpc_ddp.cli", str(run.lib)]
+    done = subprocess.run(argv, env=env, cwd=tmp_path, capture_output=True)
+    assert b"error: hpc-ddp is not installed for " in done.stderr

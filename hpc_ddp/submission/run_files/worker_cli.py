@@ -1,0 +1,34 @@
+"""The commands of hpc-ddp, where a run's own part of hpc-ddp comes first in Python's path.
+
+This file is ``hpc_ddp/cli/__init__.py`` in the ``lib`` of a run, which carries no commands: a
+script that calls ``hpc-ddp submit`` in a worker gets the installed ones.
+"""
+
+import importlib
+import os
+import sys
+
+_LIB = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+_OF_RUN = {_LIB, os.environ.get("HPC_DDP_CODE", _LIB)}
+
+
+def hand_over() -> None:
+    """Import the installed commands in place of this package, and take the run's library and code
+    out of PYTHONPATH, which their processes get. Raise SystemExit where none are installed."""
+    folders = os.environ.get("PYTHONPATH", "").split(":")
+    os.environ["PYTHONPATH"] = ":".join(path for path in folders if path not in _OF_RUN)
+    sys.path[:] = [path for path in sys.path if path not in _OF_RUN]
+    for name in [name for name in sys.modules if name.partition(".")[0] == "hpc_ddp"]:
+        del sys.modules[name]
+    importlib.invalidate_caches()
+    try:
+        importlib.import_module("hpc_ddp.cli.main")
+    except ModuleNotFoundError as error:
+        sys.exit(
+            f"error: hpc-ddp is not installed for {sys.executable}: {error}\n"
+            "hint: call it by its path, as /path/to/env/bin/hpc-ddp"
+        )
+
+
+if os.path.exists(os.path.join(_LIB, "node.py")):  # not in hpc-ddp itself
+    hand_over()
