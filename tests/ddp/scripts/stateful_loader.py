@@ -41,7 +41,8 @@ if args.steps:
         if step + 1 == args.kill_at:
             die()
         run.step()
-    sys.exit(run.finish())
+    run.finish()
+    sys.exit()
 for _ in run.epochs(3):
     optimizer.param_groups[0]["lr"] *= 0.5
     noise = torch.rand(())
