@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 from hpc_ddp.core.job.variables import is_of_hpc_ddp, is_of_slurm
-from hpc_ddp.submission.job_script.bash.words import joined, literal
+from hpc_ddp.submission.job_script.bash.words import Word, joined, literal
 from hpc_ddp.submission.job_script.conversion import LOST, OURS, TAKEN, ArgumentWriter, Conversion
 from hpc_ddp.submission.job_script.directives import (
     Directives,
@@ -247,31 +248,38 @@ def _take_image(launch: Launch, directives: Directives, result: Conversion) -> N
     A container without an image is removed from these, and its line is lost. A note says in which
     folder a container of pyxis starts."""
     words = {n: literal(operand, at) for n, (operand, at) in directives.options.items()}
-    tool = launch.settings.get("container-tool", [literal("")])[0].text
-    image = words.get("container-image") or (words.get("image") if tool == "shifter" else None)
-    if tool == "shifter" and image:  # hpc-ddp writes that option
-        entries = result.lists.setdefault("sbatch", [])
-        entries[:] = [entry for entry in entries if not entry[0].startswith("--image=")]
-    if image and "image" not in launch.settings:
-        launch.settings["image"] = [image]
-        launch.settings.setdefault("container-tool", [literal("pyxis", image.line)])
+    _take_named_image(launch, words, result)
     if _has_environment(launch, directives):
         launch.add("srun", *launch.settings.pop("container-options", []))
-    if not any(word.text for word in launch.settings.get("image", [])):
+    if any(word.text for word in launch.settings.get("image", [])):
+        launch.settings.setdefault("container-options", [])[:0] = [
+            joined(f"--{name}=" if word.text else f"--{name}", word)
+            for name, word in words.items()
+            if is_of_pyxis(name) and name != "container-image"
+        ]
+    else:
         for key in {"image", "container-tool", "container-options"} & launch.settings.keys():
             at = launch.settings.pop(key)[0].line or launch.line
             launch.mark(at, LOST, "a container whose image is not named: image = …")
-    elif options := [
-        joined(f"--{name}=" if word.text else f"--{name}", word)
-        for name, word in words.items()
-        if is_of_pyxis(name) and name != "container-image"
-    ]:
-        launch.settings.setdefault("container-options", [])[:0] = options
     tools = [word for word in launch.settings.get("container-tool", []) if word.text == "pyxis"]
     tool_options = " ".join(word.text for word in launch.settings.get("container-options", []))
     if tools and "--container-workdir" not in tool_options:
         text = 'or container-options = ["--container-workdir=/its/own"]'
         launch.mark(tools[0].line, "", f"the container starts in the job's folder, {text}")
+
+
+def _take_named_image(launch: Launch, words: Mapping[str, Word], result: Conversion) -> None:
+    """Make the image that a directive of sbatch names, by the `words` of its options, that of a
+    launch without one: pyxis's ``--container-image``, or Shifter's ``--image``, which is then no
+    raw option in `result` any more: hpc-ddp writes it."""
+    is_shifter = launch.settings.get("container-tool", [literal("")])[0].text == "shifter"
+    image = words.get("container-image") or (words.get("image") if is_shifter else None)
+    if is_shifter and image:
+        entries = result.lists.setdefault("sbatch", [])
+        entries[:] = [entry for entry in entries if not entry[0].startswith("--image=")]
+    if image and "image" not in launch.settings:
+        launch.settings["image"] = [image]
+        launch.settings.setdefault("container-tool", [literal("pyxis", image.line)])
 
 
 def _of_home(text: str) -> str:

@@ -19,7 +19,12 @@ from hpc_ddp.submission.job_script.conversion import LOST, OURS, TAKEN, VERDICT,
 from hpc_ddp.submission.job_script.launchers.launch import Launch
 from hpc_ddp.submission.job_script.launchers.read import read_launch
 from hpc_ddp.submission.job_script.statements.open_commands import grows
-from hpc_ddp.submission.job_script.statements.statement import Place, Statement, inner_text
+from hpc_ddp.submission.job_script.statements.statement import (
+    Place,
+    Statement,
+    inner_text,
+    set_by_calls,
+)
 
 _CHOOSES = "a condition that only the job knows chooses a launch"
 _OF_ARGUMENTS = "it uses the job script's own arguments"
@@ -44,8 +49,7 @@ class Reader:
         self._place = Place()
         self._exports_all = False
         self.child_shells: list[Statement] = []  # each as one statement, by its number
-        # The assignments of variables that are a launch to which only the job adds words.
-        self.open_commands: dict[str, list[Statement]] = {}
+        self.open_commands: dict[str, list[Statement]] = {}  # assignments (see `grows`)
         self._shells: tuple[int, ...] = ()  # the child shells that are being read
 
     def read(self, text: str) -> None:
@@ -97,10 +101,8 @@ class Reader:
         before = self.scope, self._functions, self._exports_all, self._shells
         self.scope = replace(self.scope, arguments=arguments, are_set=are_set)
         self.scope.values, self.scope.versions = {**before[0].values}, Counter(before[0].versions)
-        self._functions, self._shells = (
-            {**self._functions},
-            (*self._shells, len(self.child_shells) - 1),
-        )
+        self._functions = {**self._functions}
+        self._shells = (*self._shells, len(self.child_shells) - 1)
         yield
         before[0].is_open |= self.scope.is_open  # for the launch's own variables
         self.scope, self._functions, self._exports_all, self._shells = before
@@ -121,7 +123,7 @@ class Reader:
         statement = Statement(text, at, inside=inside, shells=self._shells, **known_facts)
         if not (statement.name or statement.launch or statement.defines):
             statement.sets = set_in(node)
-            names = statement.sets | self._set_by_functions(node)
+            names = statement.sets | set_by_calls(node, self._functions)
             growing = {n for n in statement.sets if grows(n, node, self.scope, self._place.step)}
             self.scope.forget_changes(text, statement.first, names, growing)
             for name in growing - self.open_commands.keys():
@@ -217,8 +219,10 @@ class Reader:
         self._resolve(node, "the arguments of a function")
 
     def _read_inner(self, outer: Launch, node: Node, output: str) -> None:
-        """Append the statements in the text of the ``bash -c`` of `outer`; their launches get what
-        `outer` says (see `Launch.take_from`)."""
+        """Append the statements in the text of the ``bash -c`` that the launch `outer`, of `node`,
+        is, read in a child shell. Launches among them take over `outer`'s options, the text of
+        `node`, and `output`, the file written to ('' for none), unless they have one. `of_batch`
+        gets the variables that the batch script expands in the text. Raises as `parse`."""
         assert outer.inner is not None
         word, before = self._name_outer_code(outer.inner, node), [*self.statements]
         self.of_batch |= {*word.names}
@@ -260,12 +264,6 @@ class Reader:
         self._place = Place(self._at(node), shift, step, before.in_loop)
         self.read(text)
         self._place = before
-
-    def _set_by_functions(self, node: Node) -> set[str]:
-        """Return the names that may be set by the functions which a block calls."""
-        called = {source(command.child_by_field_name("name")) for command in commands_of(node)}
-        functions = (self._functions[name] for name in called & self._functions.keys())
-        return {name for _, statement, _ in functions for name in statement.sets}
 
     def _has_launch(
         self, part: Node | str, step: str = "", arguments: Sequence[Word] | None = None
@@ -340,7 +338,7 @@ class Reader:
 
     def _function_definition(self, node: Node) -> None:
         name = source(node.child_by_field_name("name"))
-        sets = set_in(node) | self._set_by_functions(node)
+        sets = set_in(node) | set_by_calls(node, self._functions)
         self._functions[name] = node, self._add(node, defines=name, sets=sets), self._place
 
     def _if_statement(self, node: Node) -> None:
@@ -367,8 +365,9 @@ class Reader:
                 self._walk(child)
 
     def _for_statement(self, node: Node) -> None:
-        """Append a loop: where it starts the training, over nodes or over one word, as the
-        statements of its body; otherwise as one statement, which is lost if a launch is in it."""
+        """Append a loop of any kind: without a launch as one statement; with one over one word, or
+        over the nodes (`of_nodes` then gets its variables, but for a counter), as the statements of
+        its body; any other as one that is lost. One over arguments that are not there goes."""
         text, has_launch = source(node), self._has_launch(node)
         if self.scope.arguments is None and self.scope.has_none and syntax.is_for_arguments(node):
             self.scope.defaults.add("@")

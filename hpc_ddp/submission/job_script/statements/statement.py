@@ -102,6 +102,15 @@ def with_functions(statement: Statement, functions: Mapping[str, Statement]) -> 
     return [*needed.values()]
 
 
+def set_by_calls(
+    node: syntax.Node, functions: Mapping[str, tuple[syntax.Node, Statement, Place]]
+) -> set[str]:
+    """Return the names that may be set by the `functions`, by name, which a block calls."""
+    names = {syntax.source(c.child_by_field_name("name")) for c in syntax.commands_of(node)}
+    called = (functions[name] for name in names & functions.keys())
+    return {name for _, statement, _ in called for name in statement.sets}
+
+
 def inner_text(word: Word) -> str:
     """Return the text that ``bash -c`` gets, as a script: a variable in single quotes, where the
     outer bash has put its value, stands in double quotes of its own: ``echo 'a $X'`` is then
