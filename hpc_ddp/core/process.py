@@ -11,7 +11,7 @@ import socket
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -240,9 +240,19 @@ def _exists(pid: int) -> str | None:
 def keep_folder_out() -> None:
     """Let the Pythons that multiprocessing starts beside this one, by ``python -c``, import nothing
     from the working directory, in which other users may have files. They get this process's search
-    path all the same. Python before 3.11 has no such flag: nothing is changed."""
+    path all the same. By a flag; where Python has none, before 3.11, by their code."""
     from multiprocessing import util
 
-    flags: Callable[[], list[str]] = util._args_from_interpreter_flags  # type: ignore[attr-defined]
+    patched: Any = util
+    flags, start = patched._args_from_interpreter_flags, patched.spawnv_passfds
     if sys.version_info >= (3, 11) and "-P" not in flags():
-        util._args_from_interpreter_flags = lambda: [*flags(), "-P"]  # type: ignore[attr-defined]
+        patched._args_from_interpreter_flags = lambda: [*flags(), "-P"]
+    elif sys.version_info < (3, 11) and start.__module__ == util.__name__:
+        patched.spawnv_passfds = lambda path, argv, files: start(path, _without_folder(argv), files)
+
+
+def _without_folder(argv: Sequence[str]) -> list[str]:
+    """Return the command of a Python with, before the code behind ``-c``, a line that takes the
+    working directory out of its search path."""
+    line = "import sys; sys.path[:1] == [''] and sys.path.pop(0); "
+    return [line + word if before == "-c" else word for before, word in zip(["", *argv], argv)]  # noqa: B905

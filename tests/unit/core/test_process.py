@@ -135,25 +135,28 @@ def test_a_file_in_memory_that_is_refused_has_the_systems_reason() -> None:
     assert refusal.value.errno == errno.EINVAL
 
 
+@pytest.mark.parametrize("version", [(3, 10), (3, 11)])
 def test_pythons_of_multiprocessing_import_nothing_from_the_working_directory(
-    tmp_path: Path,
+    tmp_path: Path, version: tuple[int, int]
 ) -> None:
     """Another user may have put a file there, which the copy of the code leaves out."""
     (tmp_path / "socket.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     text = """
-import multiprocessing
+import multiprocessing, sys
 from hpc_ddp.core.process import keep_folder_out
 if __name__ == '__main__':
+    own_version, sys.version_info = sys.version_info, VERSION
     keep_folder_out()
     keep_folder_out()
+    sys.version_info = own_version
     process = multiprocessing.get_context('spawn').Process(target=print, args=('up',))
     process.start()
     process.join()
 """
-    if sys.version_info < (3, 11):
+    if sys.version_info < (3, 11) <= version:
         pytest.skip("Python has -P from 3.11 on")
     (tmp_path / "code").mkdir()
-    (tmp_path / "code" / "train.py").write_text(text)
+    (tmp_path / "code" / "train.py").write_text(text.replace("VERSION", str(version)))
     argv = [sys.executable, str(tmp_path / "code" / "train.py")]
     env = {**os.environ, "PYTHONPATH": str(Path(process.__file__).parents[2])}
     done = subprocess.run(argv, cwd=tmp_path, env=env, capture_output=True, text=True)
