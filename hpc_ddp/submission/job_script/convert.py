@@ -25,7 +25,7 @@ from hpc_ddp.submission.job_script.directives import (
 )
 from hpc_ddp.submission.job_script.launchers.launch import Launch
 from hpc_ddp.submission.job_script.project_file import is_code
-from hpc_ddp.submission.job_script.statements.names import pass_on
+from hpc_ddp.submission.job_script.statements.names import note_lost, pass_on
 from hpc_ddp.submission.job_script.statements.open_commands import leave_empty
 from hpc_ddp.submission.job_script.statements.reader import Reader
 from hpc_ddp.submission.job_script.statements.sorting import Sorter
@@ -315,6 +315,7 @@ def convert(
     program.take(statement, result, directives, reader, cwd, folder)
     take_tasks(directives, result, (text, _program_text(result, folder)))
     missing, optional = pass_on(reader.statements, sorter.kept, result, environ)
+    note_lost(reader.statements, sorter.kept, result)
     scope.defaults |= optional
     if arguments:
         for key in {"setup", "teardown"} & result.lists.keys():

@@ -21,7 +21,8 @@ _OF_BASH = re.compile(
     r"|((LD_)?(LIBRARY|RUN)_|(CPLUS_|C_)?INCLUDE_|CMAKE_PREFIX_|PKG_CONFIG_|PYTHON|MAN|C|MODULE)?PATH$"
 )
 _OF_LINES = {"setup", "node-setup", "worker-setup", "teardown"}
-# A variable for which the code has a default, and one that has none.
+# Variables in code: all, those with a default, and those that are set to it.
+_NAMES = re.compile(r"\$\{?([A-Za-z_]\w*)")
 _WITH_DEFAULT = re.compile(r"\$\{(\w+):?[-=+]")
 _SETS_DEFAULT = re.compile(r"\$\{(\w+):?=")
 
@@ -29,11 +30,12 @@ _SETS_DEFAULT = re.compile(r"\$\{(\w+):?=")
 def names_of_files(statement: Statement, start: str) -> Set[str] | None:
     """Return the names that a file which the statement sources may use; the empty set where it
     sources and evaluates nothing, None where the names are not known: the file can't be read here,
-    from the folder `start`, or it loads others."""
+    from the folder `start` ('' for one that is not known), or it loads others."""
     if not sets_anything(statement.text):
         return frozenset()
     words = statement.words
-    if len(words) == 2 and words[0].text in ("source", ".") and words[1].is_static:
+    is_one_file = len(words) == 2 and words[0].text in ("source", ".") and words[1].is_static
+    if is_one_file and (start or words[1].text[:1] == "/"):
         try:
             text = read_text(Path(start, words[1].text))
         except OSError:
@@ -49,33 +51,35 @@ def pass_on(
     environ: Mapping[str, str],
 ) -> tuple[set[str], set[str]]:
     """Return the variables that the settings in `result` need, the script never sets and the
-    submitting shell (`environ`) lacks: those without and those with a default. Put those that the
-    shell has into ``env-names``. Note each variable of the script that a setting uses and nothing
-    sets any more: `set_by_lines` are those that lines still set. To be called last, after
-    `program.take`."""
+    submitting shell (`environ`) lacks: those without a default in the code, and those with one. Put
+    those that the shell has into ``env-names``. `set_by_lines` are those that lines still set. To
+    be called last, after `program.take`."""
     lists = {key: dict(entries) for key, entries in result.lists.items()}
-    texts = [text for key in lists.keys() - {"env-names"} for text in lists[key]]
-    used = {name for text in texts for name in (*names_in(text), text.removesuffix("[@]"))}
-    outer = [s for s in statements if not s.inside and s.launch is None]
-    lines = [text for key in _OF_LINES & lists.keys() for text in lists[key]]
-    code = without_quoted_texts("\n".join(lines))
-    names = {*re.findall(r"\$\{?([A-Za-z_]\w*)", code), *lists.get("expand", ())}
+    lines = "\n".join(text for key in _OF_LINES & lists.keys() for text in lists[key])
+    code = without_quoted_texts(lines)
+    names = {*_NAMES.findall(code), *lists.get("expand", ())}
     is_set, of_itself = {*lists.get("env-names", ())}, set()
     for statement in statements:  # one that only adds to a value needs that
         if statement.name not in is_set and statement.name in names_in(statement.text):
             of_itself.add(statement.name)
         is_set |= {statement.name, *statement.sets}
-    commands = PRINTED_TEXT.sub(" ", "\n".join(lines))
-    names -= (is_set | set_by_lines | {*re.findall(r"\b(\w+)=", commands)}) - of_itself
+    of_commands = {*re.findall(r"\b(\w+)=", PRINTED_TEXT.sub(" ", lines))}
+    names -= (is_set | set_by_lines | of_commands) - of_itself
     names = {n for n in names if not OF_A_JOB.fullmatch(n) and not _OF_BASH.match(n)}
     for name in sorted(names & environ.keys()):
         result.append("env-names", name, 0)
-    for statement in outer:
+    missing = names - environ.keys() - {*_SETS_DEFAULT.findall(code)}
+    without_default = {*_NAMES.findall(_WITH_DEFAULT.sub(" ", code)), *lists.get("expand", ())}
+    return missing & without_default, missing - without_default
+
+
+def note_lost(statements: Sequence[Statement], set_by_lines: Set[str], result: Conversion) -> None:
+    """Add a note to `result` on each variable of the script that a setting there uses, and that
+    nothing sets any more: neither a line, of which `set_by_lines` are the names, nor a setting."""
+    texts = [text for key in result.lists for text, _ in result.lists[key] if key != "env-names"]
+    used = {name for text in texts for name in (*names_in(text), text.removesuffix("[@]"))}
+    for statement in (s for s in statements if not s.inside and s.launch is None):
         for name in sorted({statement.name, *statement.sets} & used - set_by_lines):
             if not is_of_hpc_ddp(name) and not (statement.lost or name in result.unknown):
                 text = f"not taken over: ${name}, which a line that is left uses"
                 result.note(statement.lines[0], text)
-    bare = _WITH_DEFAULT.sub(" ", code)
-    needed = {*re.findall(r"\$\{?([A-Za-z_]\w*)", bare), *lists.get("expand", ())}
-    missing = names - environ.keys() - {*_SETS_DEFAULT.findall(code)}
-    return missing & needed, missing - needed

@@ -262,7 +262,9 @@ class Sorter:
         names = {name for s in with_functions(statement, self._functions) for name in s.names}
         self._needed |= names
         self._needed_before |= names if is_before else set()
-        of_files = names_of_files(statement, self._start) if is_before else frozenset()
+        moves = any(s.first in ("cd", "pushd") for s in self._statements)
+        folder = "" if moves else self._start  # of no known place: a file there can't be read
+        of_files = names_of_files(statement, folder) if is_before else frozenset()
         is_known = self._of_files is not None and of_files is not None
         self._of_files = self._of_files | of_files if is_known else None  # type: ignore[operator]
         self._needed_after |= names if is_after else set()
