@@ -86,13 +86,14 @@ REFUSED: Rules = (
      r"|torch\.distributed\.(run|launch))\s.*(\.py\b|\s-m\s)", _AROUND,
      _TRAINS),
     (STARTS_PYTHON, _AFTER, _TRAINS),
-    ("exit", _BEFORE, "here the job script ends"),
+    (r"exit\b(?!=)", _BEFORE, "here the job script ends"),
 )  # fmt: skip
 DECIDED: Rules = (
     (f".*({_REQUEUES})", _AROUND, "the job is requeued until it has finished"),
     (r"(wait|exit)\b", _AROUND, "hpc-ddp waits for the workers, and ends the job"),
     (r"sleep\s", _AFTER, "hpc-ddp waits for the workers, and ends the job"),
 )
+_ADDRESS = "MASTER_ADDR"  # of the first node: a worker has it, whatever line would set it
 # Settings that the batch script fills in, before a task has variables of its own.
 _OF_THE_STEP = ("image", "container", "container-options", "srun", "mpirun")
 
@@ -195,7 +196,10 @@ class ArgumentWriter:
         """
         is_early = self.key == "setup"  # a worker has hpc-ddp's value
         outer = [name for name in word.names if name in self.of_batch]
-        is_set = any(is_of_hpc_ddp(name) and name in self.assigned for name in word.names)
+        is_set = any(
+            is_of_hpc_ddp(name) and name in self.assigned - self.result.unknown.keys()
+            for name in word.names
+        )
         if word.is_one and not (is_early and is_set):
             return self.write_one(word, at)
         self.count += 1
@@ -213,8 +217,8 @@ class ArgumentWriter:
         one that only the tasks set or the script's own arguments. Then the word's line, else
         `line`, is marked as lost. The reason names `option`, which stands before the word, and
         `key`, the setting that the user is to write."""
-        lacking = [f"{n}, of {self.result.unknown[n]}" for n in word.names
-                   if n in self.result.unknown]  # fmt: skip
+        unknown = self.result.unknown
+        lacking = [f"{n}, of {unknown[n]}" for n in word.names if n in unknown and n != _ADDRESS]
         if word.code and uses_arguments(word.script) and not self.has_arguments:
             lacking.append("the job script's own arguments")
         if key in _OF_THE_STEP and (names := {*word.names} & self.of_tasks):

@@ -96,7 +96,7 @@ def read_directives(text: str) -> Directives:
         if BURST_BUFFER.match(line):
             result.marks[number] = LOST, "of a burst buffer: your own template may have it"
         if not line.startswith("#SBATCH"):
-            has_begun = has_begun or (bool(line.strip()) and not line.startswith("#"))
+            has_begun = has_begun or line.strip()[:1] not in ("", "#")
             continue
         if has_begun:
             result.marks[number] = OURS, "after the first command: sbatch ignores it"

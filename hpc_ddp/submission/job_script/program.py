@@ -83,7 +83,8 @@ def _take_arguments(launch: Launch, writer: ArgumentWriter) -> None:
     so is the option before it. If that is the ``-c`` of bash, there is no program either."""
     result = writer.result
     for before, argument in zip([literal(""), *launch.args], launch.args, strict=False):
-        option = before.text if re.fullmatch(r"--?[A-Za-z][\w.-]*", before.text) else ""
+        is_option = re.fullmatch(r"--?[A-Za-z][\w.-]*", before.text) and argument.text[:1] != "-"
+        option = before.text if is_option else ""
         if not writer.refuse(argument, "args", launch.line, option):
             at = argument.line or launch.line
             result.append("args", writer.write(argument, at), at)

@@ -14,6 +14,7 @@ from hpc_ddp.core.attempt_env import clean_env
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.job.options import OPTIONS, JobSpec
 from hpc_ddp.core.job.slurm_options import SBATCH, SRUN_SETTLED, as_pairs, as_raw
+from hpc_ddp.core.job.slurm_values import gpus_of
 from hpc_ddp.core.job.variables import is_of_hpc_ddp, is_of_slurm, misplaced_array
 from hpc_ddp.submission.script.directives import directives
 
@@ -112,7 +113,7 @@ def without_effect(spec: JobSpec) -> list[str]:
         )
     warnings += _line_warnings((*spec.setup, *spec.node_setup), spec.launcher)
     requests = [
-        name for name, text in as_pairs(spec.sbatch, SBATCH) if name != "gres" or "gpu" in text
+        name for name, text in as_pairs(spec.sbatch, SBATCH) if name != "gres" or gpus_of(text)
     ]
     has_gpus = any(re.match(r"gpus|gres$", name) for name in requests)
     if has_gpus and spec.gpus_per_node is None and spec.nproc_per_node is None:
@@ -181,7 +182,7 @@ def _is_same(first: Pair, second: Pair) -> bool:
     """Return whether two options have the same name, or exclude each other as members of one of the
     `_FAMILIES`. A ``--gres`` without GPUs excludes no request for GPUs."""
     names = {first[0], second[0]}
-    has_gpus = all("gpu" in text for name, text in (first, second) if name == "gres")
+    has_gpus = all(gpus_of(text) for name, text in (first, second) if name == "gres")
     return len(names) == 1 or (has_gpus and any(names <= family for family in _FAMILIES))
 
 

@@ -111,14 +111,15 @@ class FailureHook:
             os._exit(code)
 
     def report(self, error: BaseException, text: str) -> None:
-        """Journal and print an error with the traceback `text`, and pass it on to torchrun; nothing
-        if this hook has reported one already."""
+        """Journal an error with the traceback `text`, pass it on to torchrun, and print it; nothing
+        if this hook has reported one already. A disk that refuses is passed over; an OSError of a
+        stream that the script has put in place of stdout or stderr comes through."""
         if self._is_reported:
             return
         self._is_reported = True
         self._write(error, text)
-        self._show(error, text)
         _report_to_torchrun(error)
+        self._show(error, text)
         sys.stdout.flush()
         sys.stderr.flush()
 

@@ -298,6 +298,17 @@ class Scope:
             self.defaults.add(name)
         return True
 
+    def number_per_node(self, word: Word | None) -> int | None:
+        """Return the factor n where a word stands for n times the job's number of nodes, which is
+        not known; None for another word."""
+        counts = [
+            replace(self, numbers={**self.numbers, "SLURM_NNODES": n, "SLURM_JOB_NUM_NODES": n})
+            for n in (1, 2, 3)
+        ]
+        first, *others = (scope.number(word) for scope in counts)
+        is_factor = first and others == [2 * first, 3 * first]
+        return first if is_factor and "SLURM_NNODES" not in self.numbers else None
+
     def number(self, word: Word | None, pending: tuple[str, ...] = ()) -> int | None:
         """Return the whole number that a word stands for in the job, as 16 for
         ``$((8*SLURM_NNODES))`` on two nodes; None where it is not known. `pending` has the

@@ -67,6 +67,7 @@ def parse(text: str) -> Node:
     language = tree_sitter.Language(tree_sitter_bash.language())
     parser, before = tree_sitter.Parser(language), b""
     text = re.sub(r"(\\(\n|$)\s*)+$", "", text) + "\n"  # a line that goes on, and does not
+    text = text.replace("$(((", "$(( (")  # which tree-sitter-bash 0.25 reads as commands in ${…}
     # A placeholder, and no redirection.
     text = re.sub(r"(?m)(?<=\s)(<[A-Za-z][\w .-]*>)(?=[ \t]*$)", r"'\1'", text)
     code = re.sub(r"=(<[\w .-]+>)(?=\s)", r"='\1'", text).encode()

@@ -12,9 +12,6 @@ from hpc_ddp.submission.job_script.bash.words import Word, joined, literal, sepa
 from hpc_ddp.submission.job_script.conversion import LOST, NO_COMPONENTS, OURS
 from hpc_ddp.submission.job_script.launchers.options import Options, option_name
 
-# A number of nodes or tasks that need not be reported: also a range, or Slurm's own number.
-_KNOWN = re.compile(r"[\dkKmM-]*|\$\{?SLURM_\w+\}?").fullmatch
-
 
 @dataclass
 class Launch:
@@ -23,7 +20,8 @@ class Launch:
     Attributes
     ----------
     weight
-        how surely it is the training: 0 for a command that is none, to 4 for torchrun and the like
+        how surely it is the training: 0 for a command that is none, 1 for Python in the batch
+        script, 2 for a command in a task, 3 for Python in a task, 4 for torchrun and the like
     kind
         ``torchrun``, also for its like, or ``accelerate``; "" where a task is a worker
     step
@@ -160,13 +158,25 @@ class Launch:
     def _set_number(
         self, key: str, operand: Word | None, scope: Scope, line: int, option: str
     ) -> None:
-        """Set the attribute `key` to the number of an operand, None where only the job knows it. A
-        number of nodes, tasks or processes is then lost; `option` is named in the reason."""
-        number = scope.number(operand)
+        """Set the attribute `key` to the number of an operand, also of a range with equal ends
+        (``4-4``); to None for another range, and where only the job knows it. A number of nodes,
+        tasks or processes is then lost, unless it is Slurm's own variable, or, of tasks and
+        processes, as many on each node; `option` is named in the reason."""
+        ends = re.fullmatch(r"(\d+)-(\d+)", operand.text) if operand else None
+        number = scope.number(operand) if ends is None else None
+        if ends and ends[1] == ends[2]:
+            number = int(ends[1])
         setattr(self, key, number)
+        of_node = {"tasks": "tasks_per_node", "processes": "workers"}.get(key)
+        if of_node and (per_node := scope.number_per_node(operand)):
+            setattr(self, of_node, per_node)
+            return
         is_counted = key[:2] in ("no", "ta", "pr")
-        if operand and number is None and is_counted and not _KNOWN(operand.text):
+        is_known = operand is None or re.fullmatch(r"\$\{?SLURM_\w+\}?", operand.text)
+        if number is None and is_counted and not is_known:
             text = f"{option}: only the job knows it: nodes, nproc-per-node = N"
+            if ends:
+                text = f'{option}: a range: nodes = "{ends[0]}"'
             self.mark(line, LOST, text)
 
     def take_from(self, outer: Launch) -> None:

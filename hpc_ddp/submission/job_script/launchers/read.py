@@ -71,8 +71,10 @@ def _handler(name: str) -> Handler | None:
 def _read_tool(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
     """Read a tool that starts the program, as numactl or ``poetry run``; return the words from the
     next launcher or Python on. In a task, or on a job's only node, the tool with all its words
-    becomes the program. Before srun and the like, and on more nodes, it is lost; without a launcher
-    in the batch script, or for a manager without ``run``, the command is no launch."""
+    becomes the program, with the weight of the launch behind it on the only node, and with that of
+    a command in a task, or for uv of Python. Before srun and the like, and on more nodes, it is
+    lost; without a launcher in the batch script, or for a manager without ``run``, the command is
+    no launch."""
     name = words[0].text.rsplit("/", 1)[-1]
     at = next((i for i, word in enumerate(words) if i and is_launcher(word.text)), len(words))
     if name in MANAGERS and all(word.text != "run" for word in words[:at]):  # uv pip install …
@@ -104,7 +106,7 @@ def read_python(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
     if name == "accelerate":
         return read_accelerate(remaining, launch, scope)
     module = remaining[1].text if len(remaining) > 1 and remaining[0].text == "-m" else ""
-    if module in ("torch.distributed.run", "torch.distributed.launch"):
+    if module in ("torch.distributed.run", "torch.distributed.launch", "torchrun"):
         start = literal(module.rsplit(".")[-1], remaining[1].line)
         return read_torchrun([start, *remaining[2:]], launch, scope)
     if module == "accelerate.commands.launch":

@@ -63,8 +63,9 @@ def pass_on(
         if statement.name not in is_set and statement.name in names_in(statement.text):
             of_itself.add(statement.name)
         is_set |= {statement.name, *statement.sets}
-    of_commands = {*re.findall(r"\b(\w+)=", PRINTED_TEXT.sub(" ", lines))}
-    names -= (is_set | set_by_lines | of_commands) - of_itself
+    of_commands = {*re.findall(r"\b(\w+)=|\bfor\s+(\w+)\s", PRINTED_TEXT.sub(" ", lines))}
+    set_by_lines = {*set_by_lines, *(name for pair in of_commands for name in pair)}
+    names -= (is_set | set_by_lines) - of_itself
     names = {n for n in names if not OF_A_JOB.fullmatch(n) and not _OF_BASH.match(n)}
     for name in sorted(names & environ.keys()):
         result.append("env-names", name, 0)

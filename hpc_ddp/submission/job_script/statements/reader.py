@@ -95,8 +95,8 @@ class Reader:
         self, node: Node, arguments: Sequence[Word] | None, are_set: bool
     ) -> Iterator[None]:
         """A context for the statements of a child shell, `node`; then the scope is as before."""
-        text, inside = source(node).strip(), bool(self._place.step)
-        shell = Statement(text, self._at(node), inside=inside, shells=self._shells)
+        text = source(node).strip()
+        shell = Statement(text, self._at(node), inside=self._place.inside, shells=self._shells)
         self.child_shells.append(shell)
         before = self.scope, self._functions, self._exports_all, self._shells
         self.scope = replace(self.scope, arguments=arguments, are_set=are_set)
@@ -119,8 +119,10 @@ class Reader:
         and return it. The scope forgets the variables, arguments and folder that a command may
         change. A statement that uses arguments which are not known is lost."""
         text = text or source(node).strip()
-        at, inside = self._at(node), bool(self._place.step)
-        statement = Statement(text, at, inside=inside, shells=self._shells, **known_facts)
+        at = self._at(node)
+        statement = Statement(
+            text, at, inside=self._place.inside, shells=self._shells, **known_facts
+        )
         if not (statement.name or statement.launch or statement.defines):
             statement.sets = set_in(node)
             names = statement.sets | set_by_calls(node, self._functions)
@@ -184,7 +186,10 @@ class Reader:
             self._read_text(code, node, self._place.step)
             return
         if first == "shift" and self.scope.arguments is not None:
-            self._shift(words, node)
+            self.scope.shift_arguments(words[-1])
+            if self.scope.are_set:  # set-up lines give the job the script's arguments
+                self._add(node, words=words)
+            self._resolve(node, "the arguments of a function")
             return
         if first == "cd":
             self.scope.change_folder(words)
@@ -210,14 +215,6 @@ class Reader:
         else:
             self._add(around or node, words=words, launch=launch, output=output)
 
-    def _shift(self, words: list[Word], node: Node) -> None:
-        """Drop the arguments that a ``shift`` of `words` drops; append its statement where set-up
-        lines give the job the script's arguments."""
-        self.scope.shift_arguments(words[-1])
-        if self.scope.are_set:
-            self._add(node, words=words)
-        self._resolve(node, "the arguments of a function")
-
     def _read_inner(self, outer: Launch, node: Node, output: str) -> None:
         """Append the statements in the text of the ``bash -c`` that the launch `outer`, of `node`,
         is, read in a child shell. Launches among them take over `outer`'s options, the text of
@@ -227,8 +224,11 @@ class Reader:
         word, before = self._name_outer_code(outer.inner, node), [*self.statements]
         self.of_batch |= {*word.names}
         step = outer.step or self._place.step
+        place, in_image = self._place, bool(outer.settings.keys() & {"image", "container"})
+        self._place = replace(place, in_image=place.in_image or in_image)
         with self._child_shell(node, outer.args, False):
             self._read_text(inner_text(word), node, step, outer.inner.line)
+        self._place = place
         self._resolve(node, "the launch")
         earlier = set(map(id, before))
         for statement in (s for s in self.statements if id(s) not in earlier):
@@ -249,7 +249,7 @@ class Reader:
                 content = Word((part,)) if part.text.startswith("$((") else None
                 self.scope.set(name, self.scope.values[part.name] if is_ours else content)
                 text, place = f'{name}="{part.text}"', self._place
-                self._place = replace(place, step="")
+                self._place = replace(place, step="", in_image=False)
                 statement = self._add(node, text, name=name, of_script=False)
                 statement.lines = (statement.lines[0],) * 2
                 parts[index], self._place = Part(f"${{{name}}}", True), place
@@ -261,7 +261,7 @@ class Reader:
         known (`syntax.shift_of`). Raises as `parse`."""
         before = self._place
         shift = syntax.shift_of(node, text, line) if before.lines is None else None
-        self._place = Place(self._at(node), shift, step, before.in_loop)
+        self._place = replace(before, lines=self._at(node), shift=shift, step=step, in_text=True)
         self.read(text)
         self._place = before
 
@@ -274,12 +274,12 @@ class Reader:
         scope = replace(self.scope, values=self.scope.values.copy(), versions=Counter())
         scope.arguments = self.scope.arguments if arguments is None else arguments
         probe = Reader(scope)
-        probe._place = Place(step=step or self._place.step)
+        probe._place = replace(self._place, lines=None, shift=None, step=step or self._place.step)
         probe._functions = {n: f for n, f in self._functions.items() if f[0] is not part}
         node = syntax.parse(part) if isinstance(part, str) else part
         for command in commands_of(node.child_by_field_name("body") or node):
             probe._command(command)
-        least = 0 if isinstance(part, str) or probe._place.step else 1
+        least = 0 if isinstance(part, str) or probe._place.step or probe._place.in_text else 1
         return any(s.launch is not None and s.launch.weight > least for s in probe.statements)
 
     def _list(self, node: Node) -> None:

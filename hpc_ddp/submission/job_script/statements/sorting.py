@@ -12,38 +12,27 @@ from hpc_ddp.submission.job_script.bash.scope import OF_A_JOB, is_command, is_kn
 from hpc_ddp.submission.job_script.bash.words import Word
 from hpc_ddp.submission.job_script.conversion import (
     DECIDED,
-    DELETES,
     LOST,
     ON_EXIT,
-    ONLY_DELETES,
     OURS,
     PRINTS,
     REFUSED,
     RELATIVE,
-    STARTS_PYTHON,
     TAKEN,
-    VERDICT,
     Conversion,
-    Rules,
     TextAt,
-    first_reason,
 )
 from hpc_ddp.submission.job_script.launchers.launch import Launch
 from hpc_ddp.submission.job_script.launchers.options import is_option_of_step
-from hpc_ddp.submission.job_script.secrets import MARK, is_secret, looks_secret
+from hpc_ddp.submission.job_script.secrets import MARK, is_secret
 from hpc_ddp.submission.job_script.statements.names import names_of_files
 from hpc_ddp.submission.job_script.statements.reader import Reader
+from hpc_ddp.submission.job_script.statements.refusals import Refusals, is_for_first_attempt
 from hpc_ddp.submission.job_script.statements.statement import (
     Statement,
     first_load,
     with_functions,
 )
-
-_STEP = re.compile(r"(?!echo|printf|\w+=).*\b(srun|mpirun|mpiexec|ibrun)\s", re.S)
-# Lines of a task that do the same inside of its container.
-_IN_BOTH = re.compile(r"(cd|set|unset|export|ulimit|umask|echo|printf|date|hostname)\b")
-_BESIDE = "it runs beside the launch: setup with & at its end, or in the program"
-_OUTSIDE = "a task runs it before it enters the container: setup, or worker-setup inside of it"
 
 
 class Fate(NamedTuple):
@@ -69,9 +58,10 @@ class Sorter:
         self, reader: Reader, result: Conversion, launch: Launch | None, at: int, start: str,
         name: str,
     ) -> None:  # fmt: skip
-        self.result, self._start, self._name = result, start, name
+        self.result, self._start = result, start
         self.launch, self._at = launch, at
-        self._statements, self._of_nodes = reader.statements, reader.of_nodes
+        self._refusals = Refusals(reader, launch, at, name)
+        self._statements = reader.statements
         self._not_set, self._of_shell = reader.scope.not_set, reader.scope.of_shell
         # Assignments of the batch script, and names of those in tasks, and of command lines.
         self._assigned = {s.name: s for s in self._statements if s.name and not s.inside}
@@ -90,7 +80,7 @@ class Sorter:
     def take_statements(self) -> None:
         """Put all statements but the launch into the conversion: set-up and clean-up lines,
         variables, and each line's group. Changes `lost` and `decided` of statements."""
-        self._refuse()
+        self.result.unknown, self._at = self._refusals.set_reasons()
         names = {n for word in self.launch.words for n in word.names} if self.launch else set()
         self._needed |= {n for n in names if not is_of_hpc_ddp(n) or n in self._assigned}
         traps = (s for s in self._statements if ON_EXIT.match(s.text) and not s.lost)
@@ -111,90 +101,6 @@ class Sorter:
             self.result.append(key, text, line)
         self.result.env = dict(reversed(self.result.env.items()))
 
-    def _refuse(self) -> None:
-        """Set `lost`, a reason, of statements that can't be taken over, and of those that need a
-        name which a lost statement or a loop over the nodes sets; the conversion's `unknown` gets
-        these names. A statement that only reports how the launch ended gets `decided`."""
-        unknown = dict.fromkeys(self._of_nodes, "a loop")
-        training = next((s for s in self._statements if s.launch and s.launch is self.launch), None)
-        is_beside = False  # the launch runs in the background there
-        status: set[str] = set()  # variables that have the launch's exit code
-        started = {s.name for s in self._statements[: self._at] if s.text.endswith("=$!")}
-        for index, statement in enumerate(self._statements):
-            if statement.launch and not statement.lost:
-                is_beside |= statement.launch is self.launch and statement.text.endswith(" &")
-                continue
-            is_beside &= not re.match(r"wait\b", statement.text)
-            if index > self._at and self.launch and statement.reports_status(status):
-                statement.decided = VERDICT
-                status |= {statement.name} - {""}
-                unknown |= dict.fromkeys({statement.name} - {""}, f"line {statement.lines[0]}")
-                continue
-            if index > self._at and statement.ends_only(started):
-                statement.decided = "the end of the job ends it"
-                continue
-            if not statement.lost:
-                statement.lost = self._refusal(statement, index, training, is_beside)
-            for name in sorted(statement.names & unknown.keys()):
-                statement.lost = statement.lost or f"it needs {name}, of {unknown[name]}"
-            for name in {*statement.sets, statement.name, statement.defines} - {""}:
-                if statement.lost:
-                    unknown[name] = f"line {statement.lines[0]}"
-                elif statement.name:
-                    unknown.pop(name, None)
-        self.result.unknown = unknown
-
-    def _refusal(
-        self, statement: Statement, index: int, training: Statement | None, is_beside: bool
-    ) -> str:
-        """Return why a statement can't be taken over; '' if it can.
-
-        `training` is the statement of the launch, None without one; `is_beside` says that the
-        training runs in the background by then. Without a training the first statement
-        that may be one counts as the launch from then on.
-        """
-        text, is_after = statement.text, index > self._at
-        is_settled = statement.name or self._reason(DECIDED, statement, is_after=True)
-        if is_after and not (self.launch or is_settled):
-            return "behind a launch that is not taken over: setup or teardown"
-        shells = training.shells if training else ()
-        is_of_another = statement.shells != shells[: len(statement.shells)]
-        if is_of_another or statement.outer not in (None, training and training.outer):
-            return "of a launch that is not taken over: setup, if needed"
-        if statement.defines:
-            return ""
-        if training and is_after and (reason := self._outer_reason(statement, training)):
-            return reason
-        reason = self._reason(REFUSED, statement, is_after)
-        if reason == DELETES and self._is_for_first_attempt(statement, is_after):
-            reason = ""
-        may_launch = _STEP.match(text) or re.match(STARTS_PYTHON, text, re.S)
-        if may_launch and not (self.launch or reason):
-            self._at = min(self._at, index)
-            reason = "it may be the launch: script = …, args = […]"
-        if looks_secret(text) and not statement.name:
-            return "it has what looks like a secret: pass it on with --env NAME"
-        if is_beside and not (reason or is_settled or PRINTS.match(text)):
-            return _BESIDE
-        is_outside = self.launch and self.launch.enters_container and index < self._at
-        is_outside = is_outside and statement.inside and not statement.name
-        return reason or (_OUTSIDE if is_outside and not _IN_BOTH.match(text) else "")
-
-    def _outer_reason(self, statement: Statement, training: Statement) -> str:
-        """Return why a statement behind the child shell of the `training` can't be a clean-up line:
-        it needs a name that the shell sets, or a path where the shell has changed the folder. ''
-        without a reason; a task's shell changes nothing for these lines."""
-        depth = len(statement.shells)
-        if len(training.shells) <= depth:
-            return ""
-        shell = training.shells[depth]
-        inner = [s for s in self._statements if shell in s.shells and not s.inside]
-        if names := {n for s in inner for n in (s.name, s.defines, *s.sets)} & statement.names:
-            return f"the shell around the launch sets another {min(names)}: teardown, if needed"
-        is_moved = any(s.first in ("cd", "pushd") for s in inner)
-        is_of_folder = is_moved and RELATIVE.search(statement.text)
-        return "the launch has another folder: teardown, if needed" if is_of_folder else ""
-
     def _sort(self, statement: Statement, index: int) -> Fate:
         """Put a statement's ``chdir`` and variables into the conversion, and return what becomes of
         it. Called for the last statement first: later ones say which variables are needed."""
@@ -209,7 +115,7 @@ class Sorter:
             return Fate(OURS, "it changes what hpc-ddp decides")
         if statement.defines and statement.defines not in self._needed:
             return Fate(OURS, "a function that nothing calls")
-        if reason := self._reason(DECIDED, statement, is_after):
+        if reason := self._refusals.reason(DECIDED, statement, is_after):
             return Fate(OURS, reason)
         if is_print and (self._prints_ours(statement) or (statement.inside and is_after)):
             return Fate(OURS, "it prints a variable that is left out")
@@ -223,15 +129,6 @@ class Sorter:
             return Fate(TAKEN, "chdir")
         return self._keep(statement, statement.text, is_after)
 
-    def _reason(self, rules: Rules, statement: Statement, is_after: bool) -> str:
-        """Return the reason of the first rule that fits a statement behind the launch (`is_after`)
-        or before it, '' if none does; its text is read with the functions that it needs, and with
-        ``$0`` for the script's file name."""
-        text = "\n".join(s.text for s in with_functions(statement, self._functions))
-        if self._name:
-            text = re.sub(rf"(?<=[\s/\"']){re.escape(self._name)}(?=[\s\"';)]|$)", "$0", text)
-        return first_reason(rules, text, is_after)
-
     def _keep(self, statement: Statement, text: str, is_after: bool) -> Fate:
         """Make a set-up line, or with `is_after` a clean-up line, of a statement; note what it sets
         and needs. The batch script's variables in a task's line go to ``expand``. A function that
@@ -243,7 +140,7 @@ class Sorter:
             text = f"{trap['trap']} EXIT"
             reason = "signals of the trap are left out: notices reach the workers"
             self.result.note(statement.lines[0], reason)
-        if self._is_for_first_attempt(statement, is_after) and self._reason(
+        if is_for_first_attempt(statement, is_after) and self._refusals.reason(
             REFUSED, statement, is_after
         ):
             text = f'[ -e "$HPC_DDP_RUN/logs/attempt-0" ] || {{ {text}; }}'
@@ -269,12 +166,6 @@ class Sorter:
         self._of_files = self._of_files | of_files if is_known else None  # type: ignore[operator]
         self._needed_after |= names if is_after else set()
         return Fate(TAKEN, key, text)
-
-    def _is_for_first_attempt(self, statement: Statement, is_after: bool) -> bool:
-        """Return whether a statement only deletes, before the launch: once for a run, not before
-        each attempt, which would find no checkpoint."""
-        is_of_batch = not (statement.inside or is_after)
-        return is_of_batch and bool(ONLY_DELETES.fullmatch(statement.text))
 
     def _prints_ours(self, statement: Statement) -> bool:
         """Return whether a print, not into a file, names a variable that is left out: hpc-ddp's,

@@ -24,6 +24,13 @@ class Place:
     shift: int | None = None  # from the text's lines to the script's, if they correspond
     step: str = ""  # the command that starts the tasks that run it; '' in the batch script
     in_loop: bool = False  # over the nodes
+    in_text: bool = False  # of a bash -c or an eval
+    in_image: bool = False  # of a container
+
+    @property
+    def inside(self) -> bool:
+        """Whether each task runs the text, or the container does: no line of the batch script."""
+        return bool(self.step) or self.in_image
 
 
 @dataclass

@@ -442,6 +442,27 @@ def of_text(*lines: str) -> Conversion:
          {"env": {"ACCELERATE_USE_FSDP": "true", "FSDP_SYNC_MODULE_STATES": "false",
                   "FSDP_USE_ORIG_PARAMS": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",
                   "FSDP_MIN_NUM_PARAMS": "100000000"}}),
+        # The first node's address, asked for by ssh, is hpc-ddp's in a worker.
+        (("ips=$(ssh \"$first\" hostname -I)", 'read -ra arr <<< "$ips"', "MASTER_ADDR=${arr[0]}",
+          'echo "at $MASTER_ADDR"', f"{TRAIN} --no-b --master-addr=$MASTER_ADDR --x 1"),
+         {"args": ["--no-b", "--master-addr=$MASTER_ADDR", "--x", "1"], "expand": ["MASTER_ADDR"],
+          "setup": None}),
+        # Neither the option before a lost argument that has one, nor a file that is not written.
+        (("ip=$(ssh a x)", f"{TRAIN} --no-b --head=$ip --c 2"), {"args": ["--no-b", "--c", "2"]}),
+        (("set -e", "ssh a hostname > hosts.$SLURM_JOB_ID", "cat hosts.$SLURM_JOB_ID", TRAIN),
+         {"setup": ["set -e"]}),
+        (("exit_after=30", f"{TRAIN} --exit $exit_after"), {"args": ["--exit", "30"]}),
+        # A text that a container runs is in the container, and plain Python there a program.
+        (("#SBATCH -N 1", 'singularity exec a.sif bash -c "', "source /x/env.sh",
+          'python a.py || exit"'),
+         {"worker-setup": ["source /x/env.sh"], "setup": None, "script": "a.py", "image": "a.sif"}),
+        (('bash -c "python a.py || exit"',), {"script": "a.py"}),
+        (("s=${s:-x$((($seed + 1) % $n))}", f"{TRAIN} $s"), {"script": "train.py"}),
+        (("srun python -m torchrun --nproc-per-node 3 a.py",), {"nproc-per-node": 3}),
+        (("D=/tmp/$USER", "trap 'rm -rf \"$D\"' EXIT", TRAIN),
+         {"setup": ["D=/tmp/$USER", "trap 'rm -rf \"$D\"' EXIT"]}),
+        (("#SBATCH --gpus-per-node=4", "#SBATCH --gres=gpumem:80g", "srun torchrun a.py"),
+         {"gpus-per-node": "4", "sbatch": ["--gres=gpumem:80g"]}),
         # Blanks before a word are no part of it.
         (("eval $(x)", 'R="singularity exec \\', "    $P/a.sif", '"', "srun $R torchrun a.py"),
          {"image": "$P/a.sif"}),
@@ -602,6 +623,7 @@ def test_gpus_of_a_script_without_a_number_of_nodes(options: str) -> None:
         ),
         ((': "${C:?Set C=<path>}"', f"{TRAIN} $C"), 3, TAKEN, "setup"),
         (("conda activate <my-env>", TRAIN), 3, LOST, "a placeholder: write your own"),
+        (("#SBATCH -N 4", "srun -N 2-2 -n 8 python a.py"), 4, LOST, "a launch on 2 of 4 nodes"),
         (("deepspeed --include a@b a.py",), 3, LOST, "deepspeed --include: nodes = N"),
         (("say() { echo 'sbatch a.sh'; }", TRAIN, "say"), 3, TAKEN, "teardown"),
         (('J=$(sbatch --parsable "$0")', TRAIN), 3, OURS, ""),
@@ -790,6 +812,30 @@ def test_the_user_in_a_path_is_the_one_of_now(monkeypatch: pytest.MonkeyPatch) -
     result = of_text("srun /homes/$(whoami)/env/bin/python train.py --user `id -un`").settings()
     assert result["python"] == "/homes/me/env/bin/python"
     assert (result["args"], result["expand"]) == (["--user", "$USER"], ["USER"])
+
+
+@pytest.mark.parametrize(
+    ("launch", "expected"),
+    [
+        ("srun -N $SLURM_NNODES -n $((16 * SLURM_NNODES)) python a.py", {"nproc-per-node": 16}),
+        ("accelerate launch --num_processes $((SLURM_NNODES*8)) a.py", {"nproc-per-node": 8}),
+        ("srun -N 2-2 -n 8 python a.py", {"nodes": 2, "nproc-per-node": 4}),
+    ],
+)
+def test_numbers_without_one_of_nodes(launch: str, expected: dict[str, Any]) -> None:
+    result = convert(f"#!/bin/bash\n#SBATCH -t 5\n{launch}\n", HERE, HERE)
+    assert result.settings() | expected == result.settings()
+    assert result.group(3)[0] == TAKEN
+
+
+def test_a_range_of_nodes_of_the_launch_is_no_difference() -> None:
+    result = convert("#!/bin/bash\nsrun -N 2-4 python a.py\n", HERE, HERE)
+    assert result.group(2) == (LOST, 'srun --nodes: a range: nodes = "2-4"')
+
+
+def test_a_comment_may_begin_with_blanks() -> None:
+    text = "#!/bin/bash\n  # a comment\n\n#SBATCH -J mine\n"
+    assert convert(f"{text}{TRAIN}\n", HERE, HERE).settings()["job-name"] == "mine"
 
 
 def test_an_output_with_the_jobs_name_has_the_scripts() -> None:

@@ -1,0 +1,179 @@
+"""Reasons why statements of a job script can't be taken over, or why hpc-ddp does what they do."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Set
+
+from hpc_ddp.submission.job_script.bash.words import Word
+from hpc_ddp.submission.job_script.conversion import (
+    DECIDED,
+    DELETES,
+    ONLY_DELETES,
+    PRINTS,
+    REFUSED,
+    RELATIVE,
+    STARTS_PYTHON,
+    VERDICT,
+    Rules,
+    first_reason,
+)
+from hpc_ddp.submission.job_script.launchers.launch import Launch
+from hpc_ddp.submission.job_script.secrets import looks_secret
+from hpc_ddp.submission.job_script.statements.reader import Reader
+from hpc_ddp.submission.job_script.statements.statement import Statement, with_functions
+
+_STEP = re.compile(r"(?!echo|printf|\w+=).*\b(srun|mpirun|mpiexec|ibrun)\s", re.S)
+# A node's address, asked for by ssh.
+_ASKS_ADDRESS = re.compile(
+    r"(export\s+)?\w+=[\"']?(\$\(|`)\s*ssh\s[^|`)]*\bhostname\b[^|`)]*(\|\s*(awk|cut|head|tr|sed)\b[^|`)]*)*[)`][\"']?"
+)
+# Lines of a task that do the same inside of its container.
+_IN_BOTH = re.compile(r"(cd|set|unset|export|ulimit|umask|echo|printf|date|hostname)\b")
+_BESIDE = "it runs beside the launch: setup with & at its end, or in the program"
+_OUTSIDE = "a task runs it before it enters the container: setup, or worker-setup inside of it"
+
+
+class Refusals:
+    """Sets `lost` and `decided` of the statements of `reader`. `name` is the script's file name or
+    ''; `launch` is the training, None without one, and `at` the index of its statement."""
+
+    def __init__(self, reader: Reader, launch: Launch | None, at: int, name: str) -> None:
+        self._statements, self._of_nodes = reader.statements, reader.of_nodes
+        self.launch, self._at, self._name = launch, at, name
+        self._assigned = {s.name: s for s in self._statements if s.name and not s.inside}
+        self._functions = {s.defines: s for s in self._statements if s.defines}
+
+    def set_reasons(self) -> tuple[dict[str, str], int]:
+        """Set `lost`, a reason, of statements that can't be taken over, and of those that need a
+        name which a lost statement or a loop over the nodes sets, or a file that one writes. A
+        statement that only reports how the launch ended, or that asks the first node for its
+        address by ssh, gets `decided`. Return these names, each with the place that sets it, and
+        the index of the launch: without one, that of the first statement that may be one."""
+        unknown = dict.fromkeys(self._of_nodes, "a loop")
+        training = next((s for s in self._statements if s.launch and s.launch is self.launch), None)
+        is_beside = False  # the launch runs in the background there
+        status: set[str] = set()  # variables that have the launch's exit code
+        files: dict[str, str] = {}  # that a lost statement writes, with its line
+        of_address: set[str] = set()  # variables that only serve to find the first node's address
+        started = {s.name for s in self._statements[: self._at] if s.text.endswith("=$!")}
+        for index, statement in enumerate(self._statements):
+            if statement.launch and not statement.lost:
+                is_beside |= statement.launch is self.launch and statement.text.endswith(" &")
+                continue
+            is_beside &= not re.match(r"wait\b", statement.text)
+            if index > self._at and self.launch and statement.reports_status(status):
+                statement.decided = VERDICT
+                status |= {statement.name} - {""}
+                unknown |= dict.fromkeys({statement.name} - {""}, f"line {statement.lines[0]}")
+                continue
+            if index > self._at and statement.ends_only(started):
+                statement.decided = "the end of the job ends it"
+                continue
+            if not statement.lost and self._finds_address(statement, of_address, unknown):
+                statement.decided = "workers have hpc-ddp's MASTER_ADDR, the first node's"
+                names = {*statement.sets, statement.name} - {""}
+                of_address |= names
+                unknown |= dict.fromkeys(names, f"line {statement.lines[0]}")
+                continue
+            if not statement.lost:
+                statement.lost = self._refusal(statement, index, training, is_beside)
+            for file in (file for file in files if file in statement.text):
+                statement.lost = statement.lost or f"it needs {file}, of {files[file]}"
+            if statement.lost:
+                written = re.findall(r"(?<![<&\d])>>?\s*([\w$][\w${}./-]+)", statement.text)
+                files |= dict.fromkeys(written, f"line {statement.lines[0]}")
+            for name in sorted(statement.names & unknown.keys()):
+                statement.lost = statement.lost or f"it needs {name}, of {unknown[name]}"
+            for name in {*statement.sets, statement.name, statement.defines} - {""}:
+                if statement.lost:
+                    unknown[name] = f"line {statement.lines[0]}"
+                elif statement.name:
+                    unknown.pop(name, None)
+        return unknown, self._at
+
+    def _finds_address(
+        self, statement: Statement, of_address: Set[str], unknown: Mapping[str, str]
+    ) -> bool:
+        """Return whether a statement asks a node for its address by ssh, or takes it from variables
+        `of_address`, and nothing else that is `unknown`, into a variable or to print it."""
+        if _ASKS_ADDRESS.fullmatch(statement.text):
+            return True
+        names = statement.names & unknown.keys()
+        is_plain = statement.name or statement.first == "read" or PRINTS.match(statement.text)
+        return bool(names) and names <= of_address and bool(is_plain)
+
+    def _refusal(
+        self, statement: Statement, index: int, training: Statement | None, is_beside: bool
+    ) -> str:
+        """Return why a statement can't be taken over; '' if it can.
+
+        `training` is the statement of the launch, None without one; `is_beside` says that the
+        training runs in the background by then. Without a training the first statement
+        that may be one counts as the launch from then on.
+        """
+        text, is_after = statement.text, index > self._at
+        is_settled = statement.name or self.reason(DECIDED, statement, is_after=True)
+        if is_after and not (self.launch or is_settled):
+            return "behind a launch that is not taken over: setup or teardown"
+        shells = training.shells if training else ()
+        is_of_another = statement.shells != shells[: len(statement.shells)]
+        if is_of_another or statement.outer not in (None, training and training.outer):
+            return "of a launch that is not taken over: setup, if needed"
+        if statement.defines:
+            return ""
+        if training and is_after and (reason := self._outer_reason(statement, training)):
+            return reason
+        reason = self.reason(REFUSED, statement, is_after)
+        if reason == DELETES and is_for_first_attempt(statement, is_after):
+            reason = ""
+        may_launch = _STEP.match(text) or re.match(STARTS_PYTHON, text, re.S)
+        if may_launch and not (self.launch or reason):
+            self._at = min(self._at, index)
+            reason = "it may be the launch: script = …, args = […]"
+        if looks_secret(text) and not statement.name:
+            return "it has what looks like a secret: pass it on with --env NAME"
+        if is_beside and not (reason or is_settled or PRINTS.match(text)):
+            return _BESIDE
+        is_outside = self.launch and self.launch.enters_container and index < self._at
+        is_outside = is_outside and statement.inside and not statement.name
+        return reason or (_OUTSIDE if is_outside and not _IN_BOTH.match(text) else "")
+
+    def _outer_reason(self, statement: Statement, training: Statement) -> str:
+        """Return why a statement behind the child shell of the `training` can't be a clean-up line:
+        it needs a name that the shell sets, or a path where the shell has changed the folder. ''
+        without a reason; a task's shell changes nothing for these lines."""
+        depth = len(statement.shells)
+        if len(training.shells) <= depth:
+            return ""
+        shell = training.shells[depth]
+        inner = [s for s in self._statements if shell in s.shells and not s.inside]
+        if names := {n for s in inner for n in (s.name, s.defines, *s.sets)} & statement.names:
+            return f"the shell around the launch sets another {min(names)}: teardown, if needed"
+        is_moved = any(s.first in ("cd", "pushd") for s in inner)
+        is_of_folder = is_moved and RELATIVE.search(statement.text)
+        return "the launch has another folder: teardown, if needed" if is_of_folder else ""
+
+    def reason(self, rules: Rules, statement: Statement, is_after: bool) -> str:
+        """Return the reason of the first rule that fits a statement behind the launch (`is_after`)
+        or before it, '' if none does; its text is read with the functions that it needs, and with
+        ``$0`` for the script's file name."""
+        text = "\n".join(s.text for s in with_functions(statement, self._functions))
+        text = re.sub(r"\$(?:(\w+)|\{(\w+)\})", self._temporary_path, text)
+        if self._name:
+            text = re.sub(rf"(?<=[\s/\"']){re.escape(self._name)}(?=[\s\"';)]|$)", "$0", text)
+        return first_reason(rules, text, is_after)
+
+    def _temporary_path(self, match: re.Match[str]) -> str:
+        """Return the value of the variable that `match` names where that is a path of what is
+        temporary; else the text as it is."""
+        variable = self._assigned.get(match[1] or match[2])
+        content = variable.assigned.text if variable and isinstance(variable.assigned, Word) else ""
+        return content if re.match(r"/tmp/|/dev/shm/|\$(SLURM_)?TMPDIR\b", content) else match[0]
+
+
+def is_for_first_attempt(statement: Statement, is_after: bool) -> bool:
+    """Return whether a statement only deletes, before the launch: once for a run, not before each
+    attempt, which would find no checkpoint."""
+    is_of_batch = not (statement.inside or is_after)
+    return is_of_batch and bool(ONLY_DELETES.fullmatch(statement.text))
