@@ -305,9 +305,9 @@ class Scope:
             replace(self, numbers={**self.numbers, "SLURM_NNODES": n, "SLURM_JOB_NUM_NODES": n})
             for n in (1, 2, 3)
         ]
-        first, *others = (scope.number(word) for scope in counts)
-        is_factor = first and others == [2 * first, 3 * first]
-        return first if is_factor and "SLURM_NNODES" not in self.numbers else None
+        once, twice, thrice = (scope.number(word) for scope in counts)
+        is_factor = once and (twice, thrice) == (2 * once, 3 * once)
+        return once if is_factor and "SLURM_NNODES" not in self.numbers else None
 
     def number(self, word: Word | None, pending: tuple[str, ...] = ()) -> int | None:
         """Return the whole number that a word stands for in the job, as 16 for

@@ -271,6 +271,14 @@ def target_of(node: Node) -> str:
     return next((target for target in targets if target != "1"), default)
 
 
+def files_written(text: str) -> set[str]:
+    """Return the files that some code writes by redirections of its output, as they are written
+    there, without quotes."""
+    redirects = (node for node in _descend(parse(text)) if node.type == "file_redirect")
+    words = (re.fullmatch(r"1?>>?\s*([\"']?)([^&\s]+?)\1", source(node)) for node in redirects)
+    return {word[2] for word in words if word and not word[2].startswith("/dev/")}
+
+
 def reads_input(node: Node, command: Node) -> bool:
     """Return whether the standard input of `command` is a file, a text or another command's output.
     `node` is the pipeline or redirection around the command, or the command itself."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Set
 
+from hpc_ddp.submission.job_script.bash import syntax
 from hpc_ddp.submission.job_script.bash.words import Word
 from hpc_ddp.submission.job_script.conversion import (
     DECIDED,
@@ -78,10 +79,11 @@ class Refusals:
                 continue
             if not statement.lost:
                 statement.lost = self._refusal(statement, index, training, is_beside)
-            for file in (file for file in files if file in statement.text):
+            reads = () if PRINTS.match(statement.text) else files
+            for file in (file for file in reads if file in statement.text):
                 statement.lost = statement.lost or f"it needs {file}, of {files[file]}"
             if statement.lost:
-                written = re.findall(r"(?<![<&\d])>>?\s*([\w$][\w${}./-]+)", statement.text)
+                written = syntax.files_written(statement.text)
                 files |= dict.fromkeys(written, f"line {statement.lines[0]}")
             for name in sorted(statement.names & unknown.keys()):
                 statement.lost = statement.lost or f"it needs {name}, of {unknown[name]}"
