@@ -20,7 +20,7 @@ def play(crew: Any, first: int, count: int, *fault: str) -> tuple[list[str], int
 
 @pytest.mark.parametrize(
     ("after", "count"),
-    [(0, 6), *(pytest.param(after, 100, marks=pytest.mark.more) for after in range(0, 500, 100))],
+    [(0, 6), *(pytest.param(after, 50, marks=pytest.mark.more) for after in range(0, 500, 50))],
 )
 def test_no_loop_is_changed_without_a_word(crew: Any, after: int, count: int) -> None:
     wrong, played = play(crew, FIRST + after, count)
