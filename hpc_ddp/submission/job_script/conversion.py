@@ -44,6 +44,11 @@ ONLY_DELETES = re.compile(
     r"rm(\s+-\w+)*(\s+[\"']?(?!\S*\.\.|\S*\bruns\b)([\w.${}~-]*/)*\w[\w.-]*(/|/\*)?[\"']?(?=\s|$))+"
     r"(\s*\d?>+&?\s*\S+)*(\s*\|\|\s*(true|:))?"
 )
+# Whether a run, or the task of an array that it is, has had an attempt.
+ATTEMPTED = (
+    '[ -e "$HPC_DDP_RUN/logs/attempt-0" ]'
+    ' || [ -e "$HPC_DDP_RUN/task-${SLURM_ARRAY_TASK_ID-}/logs/attempt-0" ]'
+)
 # A job submits itself: by its name, or, behind another one, by a variable.
 _REQUEUES = (
     r"scontrol\s+requeue|\bsbatch\s[^\n;]*(\$\{?0|BASH_SOURCE"
@@ -72,7 +77,7 @@ REFUSED: Rules = (
      "a trap: notices reach the workers; clean-up: teardown = […]"),
     (r".*(=[\"']?(<[^<>\n|&;()]+>|your[-_]\w+)|\s'<[A-Za-z][\w .-]*>'$)", _AROUND,
      "a placeholder: write your own"),
-    (rf"(?!.*({_REQUEUES}))(?!.*\brm\s).*\b(pkill|killall|scancel)\s|kill\s", _AROUND,
+    (rf"(?!.*({_REQUEUES})).*\b(pkill|killall|scancel)\s|kill\s", _AROUND,
      "it ends something: setup or teardown, if needed"),
     (rf"(?!.*({_REQUEUES})).*(\brm\s+-\w*r\w*\b(?!{_TEMPORARY}))", _AROUND, DELETES),
     (r"(?!echo|printf).*\bsrun\s([^\"']*\s:\s|.*--(het|pack)-group)", _AROUND,

@@ -135,10 +135,19 @@ def _has_fewer_tasks(result: Conversion, numbers: Mapping[str, int]) -> bool:
     return tasks_of_node(numbers) > 1 and launcher == "torchrun"
 
 
-def _write_numbers(result: Conversion, numbers: Mapping[str, int]) -> None:
+def _write_numbers(
+    result: Conversion, numbers: Mapping[str, int], statements: Sequence[Statement]
+) -> None:
     """Write the numbers of the script's tasks and GPUs into ``env``, arguments and set-up lines, in
-    place of variables that have other values in hpc-ddp's job, or none. `numbers` are as from
-    `sizes`."""
+    place of variables that have other values in hpc-ddp's job, or none. Left are those that a
+    statement sets, that a step with other tasks has (the launch's own, by ``bash -c``), and lines
+    with texts that bash does not expand. `numbers` are as from `sizes`."""
+    fixed = {name for s in statements for name in (s.name, *s.sets)}
+    if any(
+        s.launch and s.inside and (s.launch.tasks or s.launch.tasks_per_node) for s in statements
+    ):
+        fixed |= {"SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE"}
+    numbers = {name: number for name, number in numbers.items() if name not in fixed}
     changed = _OF_TASKS if _has_fewer_tasks(result, numbers) else _OF_GPUS
 
     def number_of(match: re.Match[str]) -> str:
@@ -150,7 +159,10 @@ def _write_numbers(result: Conversion, numbers: Mapping[str, int]) -> None:
         result.env[name] = _VARIABLE.sub(number_of, text), line
     for key in _WITH_NUMBERS & result.lists.keys():
         entries = result.lists[key]
-        result.lists[key] = [(_VARIABLE.sub(number_of, text), line) for text, line in entries]
+        result.lists[key] = [
+            (text if re.search("'|<<", text) else _VARIABLE.sub(number_of, text), line)
+            for text, line in entries
+        ]
     texts = [text for text, _ in result.env.values()]
     texts += [text for key in result.lists for text, _ in result.lists[key] if key != "expand"]
     texts += [str(setting) for setting, _ in result.values.values()]
@@ -323,7 +335,7 @@ def convert(
             if any(re.search(r"\$\{?[1-9@*#]|shift|getopts", line) for line in lines):
                 result.lists[key].insert(0, (f"set -- {shlex.join(arguments)}", 0))
     _add_notes(result, scope, missing)
-    _write_numbers(result, numbers)
+    _write_numbers(result, numbers, reader.statements)
     _note_values(result, numbers)
     for line, mark in reader.resolved.items():
         result.marks.setdefault(line, [mark])

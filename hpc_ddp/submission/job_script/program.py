@@ -9,7 +9,14 @@ from pathlib import Path
 
 from hpc_ddp.core.job.variables import is_of_hpc_ddp, is_of_slurm
 from hpc_ddp.submission.job_script.bash.words import Word, joined, literal
-from hpc_ddp.submission.job_script.conversion import LOST, OURS, TAKEN, ArgumentWriter, Conversion
+from hpc_ddp.submission.job_script.conversion import (
+    LOST,
+    OURS,
+    PRINTED_TEXT,
+    TAKEN,
+    ArgumentWriter,
+    Conversion,
+)
 from hpc_ddp.submission.job_script.directives import (
     Directives,
     take_gpus,
@@ -209,11 +216,12 @@ def _line_that_makes(name: str, result: Conversion) -> int:
     file = rf"[\"']?(?:\./)?{re.escape(name)}[\"']?(?=\s*(?:$|[\n;&|)]))"
     same = rf"\S*/{re.escape(name)}\s+(?:\.|\./|\"?\$\{{?PWD\}}?\"?)(?=\s*(?:$|[\n;&|)]))"
     stem = rf"nbconvert\b[^\n;&|]*[\s/\"']{re.escape(name.removesuffix('.py'))}(?:\.ipynb|\b)"
-    copies = rf"\b(?:cp|mv|ln|install|rsync)\s(?:[^\n;&|]*\s)?(?:{file}|{same})"
+    copies = rf"\b(?:cp|mv|ln|install|rsync)\s(?![^\n;&|]*-t\s)(?:[^\n;&|]*\s)?(?:{file}|{same})"
     writes = rf"(?<!2)>\s*{file}|\b(?:tee|sed\s+-\w*i\S*)\s[^\n;&|]*\s{file}"
     makes = re.compile(rf"{stem}|{copies}|{writes}")
     setup = result.lists.get("setup", ())
-    return next((line for text, line in setup if makes.search(text)), 0)
+    lines = (line for text, line in setup if makes.search(PRINTED_TEXT.sub(" ", text)))
+    return next(lines, 0)
 
 
 def _has_environment(launch: Launch, directives: Directives) -> bool:

@@ -304,7 +304,7 @@ class GradientWatch:
     def end_step(self) -> None:
         """Note whether the step had an update, and call `warn` if gradients are kept over it.
         Called by the script's own thread behind each step."""
-        has_updated, self.has_updated = self.has_updated, False
+        has_updated, self.has_updated, self._is_amid_step = self.has_updated, False, False
         if not self._steps_left:
             return
         self._steps_left -= 1

@@ -101,7 +101,9 @@ class Scope:
             self.leave_open(name)
             return name
         if source(node)[len(source(target)) :].startswith("+="):
-            if isinstance(old, list) and isinstance(assigned, list):
+            if self._is_open_at_its_end(name):
+                assigned = None
+            elif isinstance(old, list) and isinstance(assigned, list):
                 assigned = [*old, *assigned]
             elif isinstance(old, Word) and isinstance(assigned, Word):
                 assigned = Word((*old.parts, *assigned.parts), assigned.line)

@@ -13,11 +13,13 @@ if TYPE_CHECKING:
     from hpc_ddp.submission.job_script.bash.scope import Scope, Value
 
 Node = Any  # a tree_sitter.Node: the package is optional
+_LOADERS = r"[ \t]*(?:conda|mamba|micromamba|module|ml|source|\.|cd)"
 _ARGUMENTS = re.compile(r"(?<!\\)\$(?:[1-9@*#]|\{(?:[1-9@*](?!:?-)[^}]*|#)\})")
 _ALL_ARGUMENTS = re.compile(r"(?<!\\)\$(?:[@*]|\{[@*]\})")
 _HAS_ARGUMENTS = re.compile(
-    r"(\[\[?|test|\(\()\s*(\"?\$(#|\{#\})\"?\s*((-gt|-ne|!=|>)\s*\"?0\"?|-ge\s*1)?"
-    r"|-n\s+\"?\$(1|\{1:?-?\})\"?|\"?\$(1|\{1:?-?\})\"?\s*!=\s*\"\")\s*(\]\]?|\)\)|)"
+    r"(\[\[?|test)\s+(\"?\$(#|\{#\})\"?\s+((-gt|-ne|!=|>)\s*\"?0\"?|-ge\s*1)"
+    r"|-n\s+\"?\$(1|\{1:?-?\})\"?|\"?\$(1|\{1:?-?\})\"?\s*!=\s*\"\")(\s+\]\]?)?"
+    r"|\(\(\s*\$(#|\{#\})\s*((>|!=)\s*0\s*)?\)\)"
 )
 # Lines that end within a word, and what follows of it.
 _CHUNK = rb"""(?:\$\([^()]*\)|[^\s\\"'`;&|()<>]|"(?:\\.|[^"\\])*"|'[^'\n]*'|\\[^\n])+"""
@@ -69,7 +71,7 @@ def parse(text: str) -> Node:
     text = re.sub(r"(\\(\n|$)\s*)+$", "", text) + "\n"  # a line that goes on, and does not
     text = text.replace("$(((", "$(( (")  # which tree-sitter-bash 0.25 reads as commands in ${…}
     # A placeholder, and no redirection.
-    text = re.sub(r"(?m)(?<=\s)(<[A-Za-z][\w .-]*>)(?=[ \t]*$)", r"'\1'", text)
+    text = re.sub(rf"(?m)^({_LOADERS} [^<>\"'\n]*)(<[A-Za-z][\w .-]*>)(?=[ \t]*$)", r"\1'\2'", text)
     code = re.sub(r"=(<[\w .-]+>)(?=\s)", r"='\1'", text).encode()
     while code != before:
         root, before = parser.parse(code).root_node, code
@@ -170,17 +172,24 @@ def set_in(node: Node) -> set[str]:
 
 
 def is_added(name: str, text: str) -> bool:
-    """Return whether an assignment of the variable `name` adds to its end: ``NAME+=…``,
-    ``NAME="$NAME …"`` or ``NAME=("${NAME[@]}" …)``."""
-    old = rf"\(\s*\"\$\{{{name}\[@\]\}}\"\s|\"?\$({name}|\{{{name}\}})[\s\"]"
-    return bool(re.match(rf"{name}(\+=|=({old}))", text))
+    """Return whether an assignment adds words to the end of the variable `name`: ``NAME+=(…)``,
+    ``NAME=("${NAME[@]}" …)``, ``NAME+=" …"`` or ``NAME="$NAME …"``; not one whose words have quotes
+    of their own, as for ``eval``, or which goes on with the last word."""
+    array = rf"{name}(\+=\(|=\(\s*\"\$\{{{name}\[@\]\}}\"\s)"
+    words = rf"{name}(\+=[\"']\s|=\"\$({name}|\{{{name}\}})\s)[^'\"\\;&|<>]*[\"']$"
+    return bool(re.match(array, text) or re.match(words, text))
 
 
 def is_only_added(name: str, node: Node) -> bool:
-    """Return whether a block sets the variable `name` by additions to its end alone."""
-    texts = [source(inner) for inner in _descend(node) if inner.type == "variable_assignment"]
-    of_name = [text for text in texts if re.match(rf"{name}\b", text)]
-    return bool(of_name) and all(is_added(name, text) for text in of_name)
+    """Return whether a block adds words to the variable `name` by assignments (`is_added`), and
+    does not name it elsewhere."""
+    of_node = [inner for inner in _descend(node) if inner.type == "variable_assignment"]
+    texts = [text for text in map(source, of_node) if re.match(rf"{name}\b", text)]
+    remaining = source(node)
+    for text in texts:
+        remaining = remaining.replace(text, " ", 1)
+    is_elsewhere = re.search(rf"\b{name}\b", remaining)
+    return bool(texts) and not is_elsewhere and all(is_added(name, text) for text in texts)
 
 
 def sets_anything(text: str) -> bool:
@@ -326,9 +335,8 @@ def is_for_arguments(loop: Node) -> bool:
     if loop.type == "for_statement":
         texts = [source(node) for node in loop.children_by_field_name("value")]
         return texts in (['"$@"'], ["$@"])
-    return loop.type == "while_statement" and bool(
-        _HAS_ARGUMENTS.fullmatch(source(loop.named_children[0]))
-    )
+    is_while = loop.type == "while_statement" and source(loop).startswith("while")
+    return is_while and bool(_HAS_ARGUMENTS.fullmatch(source(loop.named_children[0])))
 
 
 def counter_of(loop: str) -> str:

@@ -101,7 +101,7 @@ def take_yaml(launch: Launch, word: Word, result: Conversion, cwd: Path) -> None
     use = f"use_{keys.get('distributed_type', '')}".lower()
     for key, entry in {use: True, **keys}.items():
         if variable := accelerate_variable(key, str(entry)):
-            result.env.setdefault(variable[0], (variable[1], line))
+            _set_variable(*variable, launch, result, line)
         elif not re.fullmatch(f"{_NOT_OF_ALL}|use_.*", key) and entry not in (None, {}, [], "no"):
             text = f"not taken over: {key} of {word.text}: set it in Accelerator(…)"
             result.note(line, text)
@@ -112,11 +112,18 @@ def take_yaml(launch: Launch, word: Word, result: Conversion, cwd: Path) -> None
 def take_defaults(launch: Launch, result: Conversion) -> None:
     """Put the variables into `result` that ``accelerate launch`` sets by its own defaults for FSDP.
     To be called with all its other variables there."""
-    texts = {name: word.text for name, word in launch.env.items()}
-    texts = {name: text for name, (text, _) in result.env.items()} | texts
-    if launch.kind == "accelerate" and texts.get("ACCELERATE_USE_FSDP", "").lower() == "true":
-        defaults = {name: text for name, text in _OF_FSDP.items() if name not in texts}
-        result.env |= {name: (text, launch.line) for name, text in defaults.items()}
+    uses = launch.env.get("ACCELERATE_USE_FSDP")
+    if launch.kind == "accelerate" and uses and uses.text.lower() == "true":
+        for name, text in _OF_FSDP.items():
+            _set_variable(name, text, launch, result, launch.line)
+
+
+def _set_variable(name: str, text: str, launch: Launch, result: Conversion, line: int) -> None:
+    """Set a variable of the launcher's in the environment of `launch`, and in `result`, unless an
+    option has set it. The script's own export of that name has no effect there."""
+    if name not in launch.env:
+        launch.env[name] = literal(text, line)
+        result.env[name] = text, line
 
 
 def accelerate_variable(name: str, operand: str) -> tuple[str, str] | None:

@@ -6,9 +6,11 @@ has the added words alone, and these follow the launch's own arguments.
 
 from __future__ import annotations
 
+import re
+
 from hpc_ddp.submission.job_script.bash import syntax
 from hpc_ddp.submission.job_script.bash.scope import Scope
-from hpc_ddp.submission.job_script.bash.words import Word, split_text
+from hpc_ddp.submission.job_script.bash.words import Word, literal, split_text
 from hpc_ddp.submission.job_script.conversion import PRINTS
 from hpc_ddp.submission.job_script.launchers.launch import Launch
 from hpc_ddp.submission.job_script.launchers.read import read_launch
@@ -34,10 +36,12 @@ def leave_empty(
     inner = [s for s in statements if s.name in names and not s.of_script]  # the text of bash -c
     for name in (names | {name for s in inner for name in s.names}) & commands.keys():
         for statement in commands[name]:
-            sign = "()" if isinstance(statement.assigned, list) else ""
-            statement.text = f"{name}={sign}"
+            is_array = isinstance(statement.assigned, list)
+            statement.text = f"{name}=()" if is_array else f"{name}="
+            statement.assigned = [] if is_array else literal("")
         for statement in statements:
             adds = name == statement.name or name in statement.sets or statement in inner
             is_other = name in statement.names and statement.launch is not training and not adds
-            if is_other and not PRINTS.match(statement.text):
+            is_print = PRINTS.match(statement.text) and not re.search(r">|\btee\b", statement.text)
+            if is_other and not is_print:
                 statement.lost = f"it uses {name}, which the launch is made of: setup"

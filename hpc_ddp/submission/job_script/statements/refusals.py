@@ -80,7 +80,7 @@ class Refusals:
             if not statement.lost:
                 statement.lost = self._refusal(statement, index, training, is_beside)
             reads = () if PRINTS.match(statement.text) else files
-            for file in (file for file in reads if file in statement.text):
+            for file in (file for file in reads if _names_file(statement.text, file)):
                 statement.lost = statement.lost or f"it needs {file}, of {files[file]}"
             if statement.lost:
                 written = syntax.files_written(statement.text)
@@ -169,9 +169,16 @@ class Refusals:
     def _temporary_path(self, match: re.Match[str]) -> str:
         """Return the value of the variable that `match` names where that is a path of what is
         temporary; else the text as it is."""
-        variable = self._assigned.get(match[1] or match[2])
+        name = match[1] or match[2]
+        is_set_once = sum(name in {s.name, *s.sets} for s in self._statements) == 1
+        variable = self._assigned.get(name) if is_set_once else None
         content = variable.assigned.text if variable and isinstance(variable.assigned, Word) else ""
         return content if re.match(r"/tmp/|/dev/shm/|\$(SLURM_)?TMPDIR\b", content) else match[0]
+
+
+def _names_file(text: str, file: str) -> bool:
+    """Return whether some code names a file, and not one whose path only has its name in it."""
+    return bool(re.search(rf"(?<![\w./-]){re.escape(file)}(?![\w/-])", text))
 
 
 def is_for_first_attempt(statement: Statement, is_after: bool) -> bool:

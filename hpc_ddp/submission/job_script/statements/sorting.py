@@ -11,6 +11,7 @@ from hpc_ddp.core.job.variables import is_of_hpc_ddp, is_of_worker
 from hpc_ddp.submission.job_script.bash.scope import OF_A_JOB, is_command, is_known
 from hpc_ddp.submission.job_script.bash.words import Word
 from hpc_ddp.submission.job_script.conversion import (
+    ATTEMPTED,
     DECIDED,
     LOST,
     ON_EXIT,
@@ -143,7 +144,7 @@ class Sorter:
         if is_for_first_attempt(statement, is_after) and self._refusals.reason(
             REFUSED, statement, is_after
         ):
-            text = f'[ -e "$HPC_DDP_RUN/logs/attempt-0" ] || {{ {text}; }}'
+            text = f"{ATTEMPTED} || {{ {text}; }}"
             reason = "deletes in the first attempt alone: later ones go on with what is there"
             self.result.note(statement.lines[0], reason)
         if not is_after and statement.defines in self._needed_after:

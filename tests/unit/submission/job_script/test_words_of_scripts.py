@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from hpc_ddp.submission.job_script.conversion import LOST, OURS, TAKEN, Conversion
+from hpc_ddp.submission.job_script.bash.quotes import without_quoted_texts
+from hpc_ddp.submission.job_script.conversion import ATTEMPTED, LOST, OURS, TAKEN, Conversion
 from hpc_ddp.submission.job_script.convert import _LOGIN, convert
 from hpc_ddp.submission.job_script.project_file import to_toml
 from hpc_ddp.submission.job_script.secrets import is_secret, looks_secret
@@ -384,7 +385,9 @@ def of_text(*lines: str) -> Conversion:
          {"setup": ["rm -rf /dev/shm/a 2>/dev/null || true"]}),
         # What is deleted before the launch is deleted once for a run.
         (("rm -rf $OUT/old 2>/dev/null", TRAIN),
-         {"setup": ['[ -e "$HPC_DDP_RUN/logs/attempt-0" ] || { rm -rf $OUT/old 2>/dev/null; }']}),
+         {"setup": [f"{ATTEMPTED} || {{ rm -rf $OUT/old 2>/dev/null; }}"]}),
+        (("D=/data", "rm -rf $D/last", "D=/tmp/x", TRAIN),
+         {"setup": ["D=/data", f"{ATTEMPTED} || {{ rm -rf $D/last; }}"]}),
         # A launch in a variable, to which a condition adds words.
         (("C=(torchrun a.py --a 1)", "C+=(--b)", '[ -e x ] && C+=(--x "$(cat x)")', "C+=(--c)",
           '"${C[@]}"'),
@@ -398,8 +401,15 @@ def of_text(*lines: str) -> Conversion:
         (("C='torchrun a.py'", "if [ -e x ]; then C+=' -x'; fi", 'srun bash -c "$C"'),
          {"setup": ["C=", "if [ -e x ]; then C+=' -x'; fi", 'VALUE_1="${C-}"'],
           "node-setup": ['eval "ARGUMENTS_1=(${VALUE_1})"'], "args": ["${ARGUMENTS_1[@]}"]}),
+        (("export C='torchrun a.py'", 'if [ -e x ]; then C="$C -x"; fi', "srun $C"),
+         {"script": "a.py", "args": ["${ARGUMENTS_1[@]}"], "env": {"C": ""}}),
+        # Nor where the launch is set anew, or asked, or gets words with quotes, or half a word.
         (("C=(torchrun a.py)", "if [ -e x ]; then C=(torchrun b.py); fi", '"${C[@]}"'),
          {"script": None}),
+        *((("C='torchrun a.py -b'", line, 'eval "$C"'), {"script": None})
+          for line in ('if [[ $C == *b* ]]; then C="$C -x"; fi', "[ -e x ] && C+=',c'",
+                       '[ -e x ] && C="$C > log"', """[ -e x ] && C="$C -t 'a b'\"""",
+                       'if [ -e x ]; then unset C; C+=" -x"; fi')),
         # Loops over the script's arguments, of which there are none.
         (("E=''", 'while [[ $# -gt 0 ]]; do case $1 in -x) E="-x"; shift;; esac; done',
           'for i in "$@"; do echo "$i"; done', f"{TRAIN} $E"), {"args": None, "setup": None}),
@@ -431,6 +441,10 @@ def of_text(*lines: str) -> Conversion:
          {"nproc-per-node": None, "gpus-per-node": "2"}),
         (("#SBATCH --gpus-per-node=4", "IFS=',' read -ra D <<< \"$CUDA_VISIBLE_DEVICES\"",
           "torchrun --nproc-per-node ${#D[@]} a.py"), {"nproc-per-node": None}),
+        (("#SBATCH --ntasks=8", "srun -n 2 bash -c 'python a.py -n $SLURM_NTASKS'"),
+         {"args": ["-n", "$SLURM_NTASKS"]}),
+        (("#SBATCH --ntasks-per-node=4", "awk '{print $SLURM_NTASKS}' f", "export SLURM_NPROCS=2",
+          "srun -n2 torchrun a.py $SLURM_NPROCS"), {"setup": ["awk '{print $SLURM_NTASKS}' f"]}),
         # Launchers by their places.
         (("srun python `which torchrun` --nproc-per-node=2 a.py -b",),
          {"script": "a.py", "args": ["-b"], "nproc-per-node": 2}),
@@ -438,7 +452,8 @@ def of_text(*lines: str) -> Conversion:
          {"script": "a.py", "env": {"ACCELERATE_MIXED_PRECISION": "bf16"}}),
         (("deepspeed --include localhost:0,1,2 --master_port 1 a.py",),
          {"script": "a.py", "nproc-per-node": 3}),
-        (("accelerate launch --use_fsdp --fsdp_sync_module_states false a.py",),
+        (("export FSDP_USE_ORIG_PARAMS=false",  # which the launcher replaces
+          "accelerate launch --use_fsdp --fsdp_sync_module_states false a.py"),
          {"env": {"ACCELERATE_USE_FSDP": "true", "FSDP_SYNC_MODULE_STATES": "false",
                   "FSDP_USE_ORIG_PARAMS": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",
                   "FSDP_MIN_NUM_PARAMS": "100000000"}}),
@@ -622,6 +637,8 @@ def test_gpus_of_a_script_without_a_number_of_nodes(options: str) -> None:
             "it uses C, which the launch is made of",
         ),
         ((': "${C:?Set C=<path>}"', f"{TRAIN} $C"), 3, TAKEN, "setup"),
+        (("pkill -f old && rm -f /tmp/old.pid", TRAIN), 3, LOST, "it ends something"),
+        (("until [ $# -gt 0 ]; do LR=2; set -- 1; done", f"{TRAIN} $LR"), 3, LOST, "arguments"),
         (("conda activate <my-env>", TRAIN), 3, LOST, "a placeholder: write your own"),
         (("#SBATCH -N 4", "srun -N 2-2 -n 8 python a.py"), 4, LOST, "a launch on 2 of 4 nodes"),
         (("deepspeed --include a@b a.py",), 3, LOST, "deepspeed --include: nodes = N"),
@@ -831,6 +848,20 @@ def test_numbers_without_one_of_nodes(launch: str, expected: dict[str, Any]) -> 
 def test_a_range_of_nodes_of_the_launch_is_no_difference() -> None:
     result = convert("#!/bin/bash\nsrun -N 2-4 python a.py\n", HERE, HERE)
     assert result.group(2) == (LOST, 'srun --nodes: a range: nodes = "2-4"')
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        ("a '$B' \"x '$C' y\" $(echo '$D' \"'$E'\") `echo '$F'`", ["C", "E"]),
+        ("case x in a) echo '$G';; esac", []),
+        ("\"it's $H\" 'z'", ["H"]),
+        ('echo "Job # $A"\nexport X="--o=\'$FOO\'"', ["A", "FOO"]),
+        ("x # it's $I\ny $J", ["I", "J"]),
+    ],
+)
+def test_single_quotes_of_bash(code: str, expected: list[str]) -> None:
+    assert re.findall(r"\$(\w+)", without_quoted_texts(code)) == expected
 
 
 def test_a_comment_may_begin_with_blanks() -> None:
