@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from hpc_ddp.core.job.variables import OF_A_RANK
 from hpc_ddp.submission.job_script.bash.syntax import (
     Node,
+    count_devices,
     is_added,
     is_pattern,
     names_in,
@@ -52,7 +53,7 @@ class Scope:
     has_none: bool = False  # the script is taken to be submitted without any
     is_open: bool = False
     of_shell: Set[str] = frozenset()  # the variables of the shell that will submit
-    of_devices: set[str] = field(default_factory=set)  # arrays of the node's GPUs
+    of_devices: dict[str, str] = field(default_factory=dict)  # lengths of arrays of GPUs, by name
     versions: Counter[str] = field(default_factory=Counter)
     guesses: set[str] = field(default_factory=set)  # variables that are taken to be unset
     defaults: set[str] = field(default_factory=set)  # those whose defaults are used: ${NAME:-x}
@@ -160,7 +161,7 @@ class Scope:
         if sets_anything(text):
             self.is_open = True
         if match := _READS_DEVICES.match(text):
-            self.of_devices.add(match[1])
+            self.of_devices[match[1]] = count_devices(self.values.get("CUDA_VISIBLE_DEVICES"))
         before = r"[\s;&\"']" if first == "eval" else r"[\s;&]"
         if first != "cd" and re.search(rf"(^|{before})(cd|pushd|popd)\b", text):
             self.set("PWD", None)

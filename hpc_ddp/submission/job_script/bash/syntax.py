@@ -244,15 +244,18 @@ def with_counts(code: str, scope: Scope) -> str:
     place of each command that counts them, and of the length of an array of nodes. The GPUs in
     CUDA_VISIBLE_DEVICES are as many as in its value in `scope`; without one the job has it from
     Slurm."""
-    values, count = scope.values, "$SLURM_GPUS_ON_NODE"
-    listed = values.get("CUDA_VISIBLE_DEVICES")
-    if listed and not isinstance(listed, list) and listed.is_static and listed.text:
-        count = str(len(listed.text.split(",")))
+    values, counts = scope.values, scope.of_devices
     code = _COUNTS_NODES.sub("$SLURM_NNODES", code)
-    code = _LENGTH.sub(
-        lambda m: count if m[1] in scope.of_devices else _length(values.get(m[1])) or m[0], code
-    )
-    return _COUNTS_LISTED.sub(count, _COUNTS_GPUS.sub("$SLURM_GPUS_ON_NODE", code))
+    code = _LENGTH.sub(lambda m: counts.get(m[1]) or _length(values.get(m[1])) or m[0], code)
+    code = _COUNTS_GPUS.sub("$SLURM_GPUS_ON_NODE", code)
+    return _COUNTS_LISTED.sub(count_devices(values.get("CUDA_VISIBLE_DEVICES")), code)
+
+
+def count_devices(listed: Value) -> str:
+    """Return the number of GPUs in a value of CUDA_VISIBLE_DEVICES, or Slurm's variable for it
+    where the value is not known here."""
+    is_known = listed and not isinstance(listed, list) and listed.is_static and listed.text
+    return str(len(listed.text.split(","))) if is_known else "$SLURM_GPUS_ON_NODE"  # type: ignore[union-attr]
 
 
 def _length(array: Value) -> str:
