@@ -255,4 +255,7 @@ def _without_folder(argv: Sequence[str]) -> list[str]:
     """Return the command of a Python with, before the code behind ``-c``, a line that takes the
     working directory out of its search path."""
     line = "import sys; sys.path[:1] == [''] and sys.path.pop(0); "
-    return [line + word if before == "-c" else word for before, word in zip(["", *argv], argv)]  # noqa: B905
+    return [
+        line + word if before == "-c" else word
+        for before, word in zip(["", *argv], argv, strict=False)
+    ]

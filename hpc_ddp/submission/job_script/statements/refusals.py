@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Set
 
 from hpc_ddp.submission.job_script.bash import syntax
@@ -42,8 +43,16 @@ class Refusals:
     def __init__(self, reader: Reader, launch: Launch | None, at: int, name: str) -> None:
         self._statements, self._of_nodes = reader.statements, reader.of_nodes
         self.launch, self._at, self._name = launch, at, name
-        self._assigned = {s.name: s for s in self._statements if s.name and not s.inside}
-        self._functions = {s.defines: s for s in self._statements if s.defines}
+        # Assignments of the batch script, definitions, and values of what is temporary, by name.
+        self.assigned = {s.name: s for s in self._statements if s.name and not s.inside}
+        self.functions = {s.defines: s for s in self._statements if s.defines}
+        counts = Counter(name for s in self._statements for name in {s.name, *s.sets})
+        self._temporary = {
+            name: s.assigned.text
+            for name, s in self.assigned.items()
+            if counts[name] == 1 and isinstance(s.assigned, Word)
+            and re.match(r"/tmp/|/dev/shm/|\$(SLURM_)?TMPDIR\b", s.assigned.text)
+        }  # fmt: skip
 
     def set_reasons(self) -> tuple[dict[str, str], int]:
         """Set `lost`, a reason, of statements that can't be taken over, and of those that need a
@@ -108,7 +117,8 @@ class Refusals:
     def _refusal(
         self, statement: Statement, index: int, training: Statement | None, is_beside: bool
     ) -> str:
-        """Return why a statement can't be taken over; '' if it can.
+        """Return why a statement can't be taken over; '' if it can. One that only deletes, before
+        the launch, gets `is_once`: before each attempt it would delete checkpoints.
 
         `training` is the statement of the launch, None without one; `is_beside` says that the
         training runs in the background by then. Without a training the first statement
@@ -127,8 +137,9 @@ class Refusals:
         if training and is_after and (reason := self._outer_reason(statement, training)):
             return reason
         reason = self.reason(REFUSED, statement, is_after)
-        if reason == DELETES and is_for_first_attempt(statement, is_after):
-            reason = ""
+        is_of_batch = not (statement.inside or is_after)
+        if reason == DELETES and is_of_batch and ONLY_DELETES.fullmatch(text):
+            statement.is_once, reason = True, ""
         may_launch = _STEP.match(text) or re.match(STARTS_PYTHON, text, re.S)
         if may_launch and not (self.launch or reason):
             self._at = min(self._at, index)
@@ -158,31 +169,16 @@ class Refusals:
 
     def reason(self, rules: Rules, statement: Statement, is_after: bool) -> str:
         """Return the reason of the first rule that fits a statement behind the launch (`is_after`)
-        or before it, '' if none does; its text is read with the functions that it needs, and with
-        ``$0`` for the script's file name."""
-        text = "\n".join(s.text for s in with_functions(statement, self._functions))
-        text = re.sub(r"\$(?:(\w+)|\{(\w+)\})", self._temporary_path, text)
+        or before it, '' if none does; its text is read with the functions that it needs, with
+        ``$0`` for the script's file name, and with the values of paths of what is temporary."""
+        text = "\n".join(s.text for s in with_functions(statement, self.functions))
+        values = self._temporary
+        text = re.sub(r"\$(?:(\w+)|\{(\w+)\})", lambda m: values.get(m[1] or m[2], m[0]), text)
         if self._name:
             text = re.sub(rf"(?<=[\s/\"']){re.escape(self._name)}(?=[\s\"';)]|$)", "$0", text)
         return first_reason(rules, text, is_after)
-
-    def _temporary_path(self, match: re.Match[str]) -> str:
-        """Return the value of the variable that `match` names where that is a path of what is
-        temporary; else the text as it is."""
-        name = match[1] or match[2]
-        is_set_once = sum(name in {s.name, *s.sets} for s in self._statements) == 1
-        variable = self._assigned.get(name) if is_set_once else None
-        content = variable.assigned.text if variable and isinstance(variable.assigned, Word) else ""
-        return content if re.match(r"/tmp/|/dev/shm/|\$(SLURM_)?TMPDIR\b", content) else match[0]
 
 
 def _names_file(text: str, file: str) -> bool:
     """Return whether some code names a file, and not one whose path only has its name in it."""
     return bool(re.search(rf"(?<![\w./-]){re.escape(file)}(?![\w/-])", text))
-
-
-def is_for_first_attempt(statement: Statement, is_after: bool) -> bool:
-    """Return whether a statement only deletes, before the launch: once for a run, not before each
-    attempt, which would find no checkpoint."""
-    is_of_batch = not (statement.inside or is_after)
-    return is_of_batch and bool(ONLY_DELETES.fullmatch(statement.text))

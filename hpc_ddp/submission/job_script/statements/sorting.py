@@ -17,7 +17,6 @@ from hpc_ddp.submission.job_script.conversion import (
     ON_EXIT,
     OURS,
     PRINTS,
-    REFUSED,
     RELATIVE,
     TAKEN,
     Conversion,
@@ -28,7 +27,7 @@ from hpc_ddp.submission.job_script.launchers.options import is_option_of_step
 from hpc_ddp.submission.job_script.secrets import MARK, is_secret
 from hpc_ddp.submission.job_script.statements.names import names_of_files
 from hpc_ddp.submission.job_script.statements.reader import Reader
-from hpc_ddp.submission.job_script.statements.refusals import Refusals, is_for_first_attempt
+from hpc_ddp.submission.job_script.statements.refusals import Refusals
 from hpc_ddp.submission.job_script.statements.statement import (
     Statement,
     first_load,
@@ -64,11 +63,9 @@ class Sorter:
         self._refusals = Refusals(reader, launch, at, name)
         self._statements = reader.statements
         self._not_set, self._of_shell = reader.scope.not_set, reader.scope.of_shell
-        # Assignments of the batch script, and names of those in tasks, and of command lines.
-        self._assigned = {s.name: s for s in self._statements if s.name and not s.inside}
+        # Names of assignments in tasks, and of command lines.
         self._inner = {s.name for s in self._statements if s.name and s.inside}
         self._commands = {s.name for s in self._statements if s.name and is_command(s.assigned)}
-        self._functions = {s.defines: s for s in self._statements if s.defines}
         self.kept: set[str] = set()  # variables and functions of lines that stay
         self._needed: set[str] = set()  # by the launch or a line that stays
         self._needed_before: set[str] = set()  # by set-up lines
@@ -83,7 +80,7 @@ class Sorter:
         variables, and each line's group. Changes `lost` and `decided` of statements."""
         self.result.unknown, self._at = self._refusals.set_reasons()
         names = {n for word in self.launch.words for n in word.names} if self.launch else set()
-        self._needed |= {n for n in names if not is_of_hpc_ddp(n) or n in self._assigned}
+        self._needed |= {n for n in names if not is_of_hpc_ddp(n) or n in self._refusals.assigned}
         traps = (s for s in self._statements if ON_EXIT.match(s.text) and not s.lost)
         self._needed |= {name for trap in traps for name in trap.names}  # also functions behind it
         lines: list[tuple[str, str, int]] = []
@@ -141,9 +138,7 @@ class Sorter:
             text = f"{trap['trap']} EXIT"
             reason = "signals of the trap are left out: notices reach the workers"
             self.result.note(statement.lines[0], reason)
-        if is_for_first_attempt(statement, is_after) and self._refusals.reason(
-            REFUSED, statement, is_after
-        ):
+        if statement.is_once:
             text = f"{ATTEMPTED} || {{ {text}; }}"
             reason = "deletes in the first attempt alone: later ones go on with what is there"
             self.result.note(statement.lines[0], reason)
@@ -157,7 +152,9 @@ class Sorter:
                 if not OF_A_JOB.fullmatch(name) and f"${name}" in text.replace("{", ""):
                     self.result.append("expand", name, statement.lines[0])
         self.kept |= {statement.name, statement.defines, *statement.sets}
-        names = {name for s in with_functions(statement, self._functions) for name in s.names}
+        names = {
+            name for s in with_functions(statement, self._refusals.functions) for name in s.names
+        }
         self._needed |= names
         self._needed_before |= names if is_before else set()
         moves = any(s.first in ("cd", "pushd") for s in self._statements)
@@ -171,7 +168,7 @@ class Sorter:
     def _prints_ours(self, statement: Statement) -> bool:
         """Return whether a print, not into a file, names a variable that is left out: hpc-ddp's,
         that of a command line in the launch, or one that nothing needs and only bash knows."""
-        values = {name: s.assigned for name, s in self._assigned.items() if not s.exported}
+        values = {name: s.assigned for name, s in self._refusals.assigned.items() if not s.exported}
         lines = (s for s in self._statements if not (s.name or s.launch or s.lost or s.decided))
         of_lines = {name for s in lines if not PRINTS.match(s.text) for name in s.names}
         return not re.search(r">|\btee\b", statement.text) and any(
@@ -275,6 +272,6 @@ class Sorter:
         is_ready = statement.exported and not (statement.inside or is_late)
         is_ready = is_ready and not any(map(is_of_worker, statement.names))
         return bool(is_ready and isinstance(assigned, Word) and not is_secret(name)) and all(
-            OF_A_JOB.fullmatch(n) and n not in {name, *self._assigned, *self._not_set}
+            OF_A_JOB.fullmatch(n) and n not in {name, *self._refusals.assigned, *self._not_set}
             for n in (part.name for part in assigned.code)  # type: ignore[union-attr]
         )

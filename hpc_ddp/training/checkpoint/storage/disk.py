@@ -138,8 +138,7 @@ def publish(draft_folder: Path, attempt: int, most_mode: int = 0o777) -> Path:
         is_damaged = final not in intact and verify(final)
         set_aside(final, "bad" if is_damaged else "old", attempt)
     with suppress(OSError):  # for its owner it is good
-        mode = stat.S_IMODE(final.parent.stat().st_mode) & most_mode
-        set_folder_mode(draft_folder, 0o700 | mode & 0o777)
+        set_folder_mode(draft_folder, 0o700 | final.parent.stat().st_mode & most_mode)
     draft_folder.rename(final)
     intact.add(final)
     sync(final.parent)
