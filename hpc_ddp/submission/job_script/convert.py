@@ -17,7 +17,6 @@ from hpc_ddp.submission.job_script.bash.words import literal
 from hpc_ddp.submission.job_script.conversion import LOST, PRINTS, STARTS_PYTHON, Conversion
 from hpc_ddp.submission.job_script.directives import (
     not_set,
-    read_directives,
     sizes,
     take_directives,
     take_tasks,
@@ -30,6 +29,7 @@ from hpc_ddp.submission.job_script.statements.open_commands import leave_empty
 from hpc_ddp.submission.job_script.statements.reader import Reader
 from hpc_ddp.submission.job_script.statements.sorting import Sorter
 from hpc_ddp.submission.job_script.statements.statement import Statement, first_load
+from hpc_ddp.submission.job_script.wrapper import unwrap
 
 _LOGIN = (  # what a login shell reads: bash(1), INVOCATION
     ". /etc/profile; for REPLY in ~/.bash_profile ~/.bash_login ~/.profile; do"
@@ -296,15 +296,19 @@ def convert(
     missing.
     """
     result = Conversion()
-    directives = read_directives(text)
     text = _without_others(text, name, result)
+    words = [literal(argument) for argument in arguments] or None
+    defaults: set[str] = set()
+    of_cwd: dict[str, Value] = {"PWD": literal(str(cwd)), "SLURM_SUBMIT_DIR": literal(str(cwd))}
+    job = unwrap(
+        text, Scope({**of_cwd}, {}, set(), words, of_shell=environ.keys(), defaults=defaults)
+    )
+    directives, text = job.directives, job.text
     numbers = sizes(directives)
     start = os.path.normpath(cwd / os.path.expanduser(directives.get("chdir") or ""))
     guesses: set[str] = set()
-    defaults: set[str] = set()
     for _ in range(2):  # a guess holds for the whole script: what the first reading guesses, too
-        folders: dict[str, Value] = {"PWD": literal(start), "SLURM_SUBMIT_DIR": literal(str(cwd))}
-        words = [literal(argument) for argument in arguments] or None
+        folders = {**of_cwd, "PWD": literal(start)}
         scope = Scope(
             folders, numbers, not_set(directives), words, bool(words), not words,
             of_shell=environ.keys(), guesses=guesses, defaults=defaults,
@@ -312,6 +316,13 @@ def convert(
         reader = Reader(scope)
         reader.read(text)
     take_directives(directives, result, name)
+    for line, (group, reason) in job.marks.items():
+        result.mark(line, line, group, reason)
+    if job.line:
+        text = (
+            "the job is the script that it submits here; the lines around it are read as the job's"
+        )
+        result.note(job.line, text)
     launch, at = _choose_launch(reader, result)
     at = _join_child_shells(reader, at) if launch else at
     _mark_exported(reader.statements)
