@@ -14,7 +14,7 @@ from hpc_ddp.core.job.variables import is_of_hpc_ddp
 from hpc_ddp.submission.job_script import program, secrets
 from hpc_ddp.submission.job_script.bash.scope import Scope, Value
 from hpc_ddp.submission.job_script.bash.words import literal
-from hpc_ddp.submission.job_script.conversion import LOST, PRINTS, STARTS_PYTHON, Conversion
+from hpc_ddp.submission.job_script.conversion import LOST, PRINTS, STARTS_PYTHON, TAKEN, Conversion
 from hpc_ddp.submission.job_script.directives import (
     not_set,
     sizes,
@@ -50,6 +50,7 @@ _OF_GPUS = re.compile("SLURM_GPUS")
 _WITH_NUMBERS = {"args", "setup", "node-setup", "worker-setup", "teardown"}
 _VARIABLE = re.compile(r"(?<!\\)\$(?:(\w+)|\{(\w+)(?::?-[^{}]*)?\})")
 _OF_JOB = re.compile(r"\bSLURM_(JOB_?ID|ARRAY_JOB_ID)\b")
+_SPLITS = re.compile(r"IFS=(\S*|\$?'[^']*'|\"[^\"]*\")")
 _CHANGES_CODE = re.compile(r"\bgit\s+(?:-C\s+\S+\s+)?(?:pull|checkout|reset|switch)\b")
 _DRAWN = re.compile(r"\$\{?S?RANDOM\b|\$\{?\$|[(`]\s*(date|mktemp|uuidgen)\b")
 
@@ -201,6 +202,8 @@ def _choose_launch(reader: Reader, result: Conversion) -> tuple[Launch | None, i
     """
     statements, nodes = reader.statements, reader.scope.numbers.get("SLURM_NNODES", 1)
     _drop_node_checks(statements)
+    _join_first_node(reader)
+    statements = reader.statements
     launches = [(i, s, s.launch) for i, s in enumerate(statements) if s.launch and not s.lost]
     if not launches:
         result.note(0, "no launch of a training was found: name the script with script = …")
@@ -276,6 +279,32 @@ def _drop_node_checks(statements: Sequence[Statement]) -> None:
             statement.launch = None
 
 
+def _join_first_node(reader: Reader) -> None:
+    """Remove a launch on one node that a loop over the nodes makes as well: it is the first node's
+    part of the training, and the loop starts the others. So is a pause between both."""
+    launches = [(s, s.launch) for s in reader.statements if s.launch and not s.lost]
+    for statement, launch in launches:
+        same = [pair for pair in launches if _command_of(pair[1]) == _command_of(launch)]
+        of_nodes = [s for s, candidate in same if candidate.in_loop]
+        is_on_one = launch.nodes == 1 or not launch.step
+        if launch.in_loop or not (is_on_one and of_nodes):
+            continue
+        at = reader.statements.index(statement)
+        between = reader.statements[at : reader.statements.index(of_nodes[0])]
+        for one in [statement, *(s for s in between if s.first == "sleep")]:
+            for line in range(one.lines[0], one.lines[1] + 1):
+                reader.resolved[line] = TAKEN, "the first node's launch: hpc-ddp starts all nodes"
+            reader.statements.remove(one)
+        if not between:  # it was the last one, and was waited for
+            of_nodes[0].text = of_nodes[0].text.removesuffix(" &")
+
+
+def _command_of(launch: Launch) -> tuple[str, ...]:
+    """Return the launcher's kind, and the words of the program that it starts."""
+    words = [*launch.settings.get("module", ()), launch.program, *launch.args]
+    return launch.kind, *(word.text for word in words if word)
+
+
 def _is_partial(launch: Launch, nodes: int) -> bool:
     """Return whether a launch is on fewer than the job's `nodes`, and in no loop over them."""
     count = launch.nodes or (launch.tasks if not launch.kind else None) or nodes
@@ -336,6 +365,8 @@ def convert(
     scope.is_open |= first_load(reader.statements) < len(reader.statements)
     statement = reader.statements[at] if launch else Statement("", (0, 0))
     program.take(statement, result, directives, reader, cwd, folder)
+    if at_ifs := [at for text, at in result.lists.get("setup", ()) if _SPLITS.fullmatch(text)]:
+        result.append("setup", "unset IFS", at_ifs[-1])  # the batch script relies on bash's own
     take_tasks(directives, result, (text, _program_text(result, folder)))
     missing, optional = pass_on(reader.statements, sorter.kept, result, environ)
     note_lost(reader.statements, sorter.kept, result)

@@ -328,8 +328,10 @@ def shift_of(node: Node, text: str, line: int) -> int | None:
 
 
 def starts_on_nodes(loop: str) -> bool:
-    """Return whether a loop's text has a step on a node of its own, as by ``srun -w $NODE``."""
-    return bool(re.search(r"srun[^\n;]*(\\\n[^\n;]*)*\s(-w|-r|--nodelist)", loop))
+    """Return whether a loop's text has a step on a node of its own, as by ``srun -w $NODE`` or
+    ``ssh $NODE``."""
+    rest = r"[^\n;]*(\\\n[^\n;]*)*"
+    return bool(re.search(rf"srun{rest}\s(-w|-r|--nodelist)|\bssh\s{rest}\$", loop))
 
 
 def is_for_arguments(loop: Node) -> bool:
@@ -343,7 +345,11 @@ def is_for_arguments(loop: Node) -> bool:
 
 
 def counter_of(loop: str) -> str:
-    """Return the variable by which a loop counts from 0: `i` of ``for ((i=0; …`` and of
-    ``for i in $(seq 0 …``; '' for another loop."""
-    match = re.match(r"for\s*(?:\(\(\s*(\w+)\s*=\s*0\s*;|(\w+)\s+in\s+\$\(seq 0 )", loop)
+    """Return the variable by which a loop counts from 0, or from 1 to one less than a number: `i`
+    of ``for ((i=0; …`` and of ``for i in $(seq 0 …``; '' for another loop."""
+    match = re.match(
+        r"for\s*(?:\(\(\s*(\w+)\s*=\s*(?:0|1\s*;\s*\w+\s*<(?!=)[^;]*)\s*;"
+        r"|(\w+)\s+in\s+\$\(seq (?:0 |1 [^;\n]*-\s*1\b))",
+        loop,
+    )
     return (match[1] or match[2]) if match else ""

@@ -18,6 +18,7 @@ from hpc_ddp.submission.job_script.launchers.options import (
     is_launcher,
 )
 from hpc_ddp.submission.job_script.launchers.tasks import (
+    as_srun,
     read_env,
     read_image,
     read_mpirun,
@@ -37,11 +38,16 @@ _NO_MODULE = re.compile(
 Handler = Callable[[list[Word], Launch, Scope], list[Word]]
 
 
-def read_launch(words: Sequence[Word], scope: Scope, step: str = "") -> Launch:
+def read_launch(
+    words: Sequence[Word], scope: Scope, step: str = "", in_loop: bool = False
+) -> Launch:
     """Return the launch that the words of a command make, as ``srun python train.py``; its weight
     is 0 where they are no launch. `step` is the command that starts the tasks which run the words,
-    '' for the batch script."""
-    launch, remaining = Launch(words[0].line if words else 0, step=step), list(words)
+    '' for the batch script; `in_loop` says that they stand in a loop over the nodes."""
+    launch = Launch(words[0].line if words else 0, step=step, in_loop=in_loop)
+    remaining = list(words)
+    if in_loop and words and words[0].text == "ssh":
+        remaining = as_srun(remaining)
     while remaining and not launch.program and launch.inner is None:
         text = remaining[0].text
         name = text.rsplit("/", 1)[-1]

@@ -77,10 +77,26 @@ _ENV_LOST = {
     "ignore-environment": 'workers need the job\'s variables: worker-setup = ["unset NAME"]',
 }
 
+_SSH_WITH_VALUE = re.compile("-[BbcDEeFIiJLlmOopQRSWw]")
+
 _NO_TRAINING = re.compile(
     r"(.*/)?(hostname|nvidia-smi|rocm-smi|echo|mkdir|cp|mv|rm|ls|cat|date|sleep|ray|rsync|tar|unzip"
     r"|env|printenv|pkill|kill|chmod|ln|true|test|find|lscpu|ip|ifconfig|which|df|sbcast|enroot|nvcc)"
 )
+
+
+def as_srun(words: list[Word]) -> list[Word]:
+    """Return the words of an srun that starts on a node what the ssh of `words` starts there;
+    `words` where that is no command."""
+    remaining = words[1:]
+    while remaining and remaining[0].text.startswith("-"):
+        option = remaining.pop(0)
+        if _SSH_WITH_VALUE.fullmatch(option.text):
+            remaining = remaining[1:]
+    if len(remaining) < 2:  # the host alone
+        return words
+    text = joined(remaining[1], *(piece for word in remaining[2:] for piece in (" ", word)))
+    return [*(literal(part, words[0].line) for part in ("srun", "bash", "-c")), text]
 
 
 def read_srun(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:

@@ -195,9 +195,9 @@ class Reader:
             self.scope.change_folder(words)
         if first == "set" and re.search(r"\s-\w*a|allexport", source(node)):
             self._exports_all = True
-        launch = read_launch(words, self.scope, self._place.step)
+        launch = read_launch(words, self.scope, self._place.step, self._place.in_loop)
         folder = self.scope.values.get("PWD")
-        launch.line, launch.in_loop = at, self._place.in_loop
+        launch.line = at
         launch.folder = folder.text if isinstance(folder, Word) else None
         for child in before:
             assigned = self.scope.word(child.child_by_field_name("value"))
@@ -274,7 +274,7 @@ class Reader:
         scope = replace(self.scope, values=self.scope.values.copy(), versions=Counter())
         scope.arguments = self.scope.arguments if arguments is None else arguments
         probe = Reader(scope)
-        probe._place = replace(self._place, lines=None, shift=None, step=step or self._place.step)
+        probe._place = self._place.looked_at(step)
         probe._functions = {n: f for n, f in self._functions.items() if f[0] is not part}
         node = syntax.parse(part) if isinstance(part, str) else part
         for command in commands_of(node.child_by_field_name("body") or node):

@@ -225,6 +225,8 @@ class Sorter:
                 return Fate(OURS, "the step has the job's CPUs, and its variables")
             text = f"{name} would change hpc-ddp's step: an option of srun in its place"
             return Fate(LOST, text)
+        if name == "IFS":  # how bash splits the lines behind it
+            return self._keep(statement, statement.text, index > self._at)
         if is_of_hpc_ddp(name) and (name not in self._needed or statement.inside):
             return Fate(OURS, f"workers have hpc-ddp's {name}, if any")
         if is_used or statement.inside:

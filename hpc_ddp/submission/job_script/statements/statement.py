@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hpc_ddp.submission.job_script.bash import syntax
 from hpc_ddp.submission.job_script.bash.scope import Value
@@ -26,6 +26,11 @@ class Place:
     in_loop: bool = False  # over the nodes
     in_text: bool = False  # of a bash -c or an eval
     in_image: bool = False  # of a container
+
+    def looked_at(self, step: str) -> Place:
+        """Return the place of a text that is only searched for launches, in tasks of `step` ('':
+        as here), and maybe in a loop over the nodes."""
+        return replace(self, lines=None, shift=None, step=step or self.step, in_loop=True)
 
     @property
     def inside(self) -> bool:

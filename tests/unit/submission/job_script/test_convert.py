@@ -514,8 +514,8 @@ def test_a_condition_on_what_the_script_does_not_set_stays_one() -> None:
 def test_the_number_of_a_node_in_a_loop() -> None:
     """From 0 it is the task's number of its node; another one is reported."""
     lines = ("    srun -N1 -n1 -w node$i python train.py \\", "        --node $i &", "done")
-    for start in (0, 1):
-        loop = f"for ((i = {start}; i < 2; i++)); do"
+    for start, sign in enumerate(("<", "<=")):
+        loop = f"for ((i = {start}; i {sign} 2; i++)); do"
         conversion = of_text("#SBATCH --nodes=2", loop, *lines)
         args = conversion.settings()["args"]
         assert args == ([] if start else ["--node", "$SLURM_NODEID"])
