@@ -22,7 +22,10 @@ STARTS_PYTHON = (
 DELETES = "it deletes something: setup or teardown, if needed"
 VERDICT = "hpc-ddp says how the launch ended, and ends the job by that"
 _TRAINS = "it may start a training: name its program in script, or submit it as its own job"
-PRINTS = re.compile(r"(echo|printf|date|env|printenv|set|hostname|nvidia-smi|module list|which)\b")
+PRINTS = re.compile(
+    r"(echo|printf(?!\s+-v)|date|env|printenv|hostname|nvidia-smi|module list|which)\b"
+    r"|set\s*($|[|>;])"
+)
 # A trap that prints how a command has failed, and may end the script.
 PRINTS_ON_ERROR = (
     r"trap\s+(--\s+)?(?P<quote>[\"'])(\s*(echo|printf|date|exit)\b"
@@ -60,6 +63,7 @@ PRINTED_TEXT = re.compile(
     r"(\"(\\.|[^\"\\`$]|\$(?!\())*\"|'[^']*')|\{\w+:?\?[^{}`$]*\}|<<-?\s*[\"']?(?P<end>\w+)[\"']?\n.*?^\s*(?P=end)$|^\s*#.*?$",
     re.S | re.M,
 )
+_NAMES_COMMAND = re.compile("sbatch|scancel|pkill|killall")  # which a printed text may name
 # A line that names a file by a relative path; an environment's name is no path.
 RELATIVE = re.compile(
     r"\$\{?PWD\b|\bpwd\b|^(?!module|ml|conda|spack|echo|printf|export|\w+=).*?"
@@ -75,7 +79,8 @@ Rules = tuple[tuple[str, tuple[bool, ...], str], ...]
 REFUSED: Rules = (
     (rf"(?!.*({_REQUEUES}))(?!{PRINTS_ON_ERROR}\s*(\n|$))(?!{ON_EXIT.pattern})trap\s", _AROUND,
      "a trap: notices reach the workers; clean-up: teardown = […]"),
-    (r".*(=[\"']?(<[^<>\n|&;()]+>|your[-_]\w+)|\s'<[A-Za-z][\w .-]*>'$)", _AROUND,
+    (r".*(=[\"']?(<[^<>\n|&;()]+>|your[-_]\w+)|\s'<[A-Za-z][\w .-]*>'(?m:\s*(#|$)))",
+     _AROUND,
      "a placeholder: write your own"),
     (rf"(?!.*({_REQUEUES})).*\b(pkill|killall|scancel)\s|kill\s", _AROUND,
      "it ends something: setup or teardown, if needed"),
@@ -187,6 +192,8 @@ class ArgumentWriter:
     assigned: set[str]  # the variables that the batch script sets
     of_batch: set[str]  # variables whose values the batch script puts into the text of a task
     of_tasks: set[str]  # variables that each task sets for itself
+    is_open: bool = False  # a line of the batch script may set any variable
+    is_evaluated: bool = False  # bash reads the values of variables in words
     key: str = "setup"  # of the list of set-up lines
     count: int = 0  # arrays that set-up lines have so far
     has_arguments: bool = False  # a set-up line sets the script's own arguments
@@ -209,8 +216,8 @@ class ArgumentWriter:
             return self.write_one(word, at)
         self.count += 1
         name, line = f"ARGUMENTS_{self.count}", "{0}=({1})".format
-        if outer and not is_early:  # they are exported for the task, where bash reads their values
-            self.expand(outer, at)
+        if self.is_evaluated or (outer and not is_early):  # bash reads their values
+            self.expand(outer, at)  # they are exported for the task
             self.result.append(self.key, f'eval "{line(name, word.bash(True))}"', at)
         else:
             self.result.append(self.key, line(name, word.bash()), at)
@@ -249,6 +256,17 @@ class ArgumentWriter:
         self.expand([name], at)
         return f"${name}"
 
+    def write_variable(self, name: str, word: Word, at: int) -> None:
+        """Write a variable of the program, of line `at`: into ``[env]``, or as a set-up line behind
+        the others where these change it or may do so, or where its value has code."""
+        line = f"export {name}={word.bash()}"
+        if name in self.of_tasks and self.key != "setup":
+            self.result.append(self.key, line, at)
+        elif not self.is_open and name not in self.assigned and word.is_static:
+            self.result.env[name] = word.text, at
+        else:  # [env] comes before the set-up lines
+            self.result.append("setup", line, at)
+
     def expand(self, names: list[str], at: int) -> None:
         """Add `names`, of line `at`, to ``expand``."""
         for name in names:
@@ -259,6 +277,6 @@ def first_reason(rules: Rules, text: str, is_after: bool) -> str:
     """Return the reason of the first rule that fits a statement's `text` at its place, behind the
     launch (`is_after`) or before it; '' if none fits."""
     text = re.sub(r"(\{\w+:?\?)[^{}`$]*\}", r"\1}", text)  # what bash prints of an unset variable
-    text = PRINTED_TEXT.sub(" ", text) if "sbatch" in text else text
+    text = PRINTED_TEXT.sub(" ", text) if _NAMES_COMMAND.search(text) else text
     fitting = (rule for rule in rules if re.match(rule[0], text, re.S))
     return next((reason for _, places, reason in fitting if is_after in places), "")

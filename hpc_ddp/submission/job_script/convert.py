@@ -12,6 +12,7 @@ from pathlib import Path
 from hpc_ddp.core.file_io import read_text
 from hpc_ddp.core.job.variables import is_of_hpc_ddp
 from hpc_ddp.submission.job_script import program, secrets
+from hpc_ddp.submission.job_script.bash.quotes import split_quoted
 from hpc_ddp.submission.job_script.bash.scope import Scope, Value
 from hpc_ddp.submission.job_script.bash.words import literal
 from hpc_ddp.submission.job_script.conversion import LOST, PRINTS, STARTS_PYTHON, TAKEN, Conversion
@@ -47,7 +48,8 @@ _OTHERS = re.compile(
 _ON_ERROR = re.compile(r"trap\s.*\sERR\s*$", re.S)
 _OF_GPUS = re.compile("SLURM_GPUS")
 # Settings with code, and a variable in it, also with a default.
-_WITH_NUMBERS = {"args", "setup", "node-setup", "worker-setup", "teardown"}
+_OF_CODE = {"setup", "node-setup", "worker-setup", "teardown"}
+_OF_STEP = "NTASKS NPROCS NTASKS_PER_NODE TASKS_PER_NODE"  # SLURM_… of a step of its own
 _VARIABLE = re.compile(r"(?<!\\)\$(?:(\w+)|\{(\w+)(?::?-[^{}]*)?\})")
 _OF_JOB = re.compile(r"\bSLURM_(JOB_?ID|ARRAY_JOB_ID)\b")
 _SPLITS = re.compile(r"IFS=(\S*|\$?'[^']*'|\"[^\"]*\")")
@@ -80,7 +82,8 @@ def _add_notes(result: Conversion, scope: Scope, missing: set[str]) -> None:
     if scope.defaults != of_shell or "job script's own arguments" in str(result.marks):
         text = "give the script's arguments, if it gets any: hpc-ddp import job.sbatch -- ARG…"
         result.note(0, text)
-    teardown = [line for text, line in result.lists.get("teardown", ()) if not PRINTS.match(text)]
+    lines = result.lists.get("teardown", ())
+    teardown = [line for text, line in lines if line and not PRINTS.match(text)]
     if teardown:
         text = "teardown runs after each attempt, also one that fails or is preempted"
         result.note(teardown[0], text)
@@ -136,18 +139,15 @@ def _has_fewer_tasks(result: Conversion, numbers: Mapping[str, int]) -> bool:
     return tasks_of_node(numbers) > 1 and launcher == "torchrun"
 
 
-def _write_numbers(
-    result: Conversion, numbers: Mapping[str, int], statements: Sequence[Statement]
-) -> None:
+def _write_numbers(result: Conversion, numbers: Mapping[str, int], reader: Reader) -> None:
     """Write the numbers of the script's tasks and GPUs into ``env``, arguments and set-up lines, in
     place of variables that have other values in hpc-ddp's job, or none. Left are those that a
-    statement sets, that a step with other tasks has (the launch's own, by ``bash -c``), and lines
-    with texts that bash does not expand. `numbers` are as from `sizes`."""
-    fixed = {name for s in statements for name in (s.name, *s.sets)}
-    if any(
-        s.launch and s.inside and (s.launch.tasks or s.launch.tasks_per_node) for s in statements
-    ):
-        fixed |= {"SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE"}
+    statement sets, that a step with other tasks has (the launch's own, by ``bash -c``), and texts
+    that bash does not expand. `numbers` are as from `sizes`."""
+    fixed = {name for s in reader.statements for name in (s.name, *s.sets)}
+    launches = [s.launch for s in reader.statements if s.launch and s.inside]
+    if any(launch.tasks or launch.tasks_per_node for launch in launches):
+        fixed |= {f"SLURM_{name}" for name in _OF_STEP.split()} - reader.of_batch
     numbers = {name: number for name, number in numbers.items() if name not in fixed}
     changed = _OF_TASKS if _has_fewer_tasks(result, numbers) else _OF_GPUS
 
@@ -158,11 +158,17 @@ def _write_numbers(
 
     for name, (text, line) in result.env.items():
         result.env[name] = _VARIABLE.sub(number_of, text), line
-    for key in _WITH_NUMBERS & result.lists.keys():
-        entries = result.lists[key]
+    for key in _OF_CODE & result.lists.keys():
+        pieces = [(split_quoted(text), line) for text, line in result.lists[key]]
         result.lists[key] = [
-            (text if re.search("'|<<", text) else _VARIABLE.sub(number_of, text), line)
-            for text, line in entries
+            ("".join(_VARIABLE.sub(number_of, t) if is_code else t for t, is_code in texts), line)
+            for texts, line in pieces
+        ]
+    expanded = dict(result.lists.get("expand", ()))
+    if arguments := result.lists.get("args"):
+        arguments[:] = [
+            (_VARIABLE.sub(lambda m: number_of(m) if (m[1] or m[2]) in expanded else m[0], text), n)
+            for text, n in arguments
         ]
     texts = [text for text, _ in result.env.values()]
     texts += [text for key in result.lists for text, _ in result.lists[key] if key != "expand"]
@@ -377,7 +383,7 @@ def convert(
             if any(re.search(r"\$\{?[1-9@*#]|shift|getopts", line) for line in lines):
                 result.lists[key].insert(0, (f"set -- {shlex.join(arguments)}", 0))
     _add_notes(result, scope, missing)
-    _write_numbers(result, numbers, reader.statements)
+    _write_numbers(result, numbers, reader)
     _note_values(result, numbers)
     for line, mark in reader.resolved.items():
         result.marks.setdefault(line, [mark])

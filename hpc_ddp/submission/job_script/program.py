@@ -63,16 +63,17 @@ def take(
         launch.program, launch.args = None, []
     _take_program(launch, result, cwd, folder)
     _take_python(launch, result, _has_environment(launch, directives))
+    writer.is_evaluated = launch.is_evaluated
     if statement.inside:
         writer.key = "node-setup" if launch.kind else "worker-setup"
     _take_arguments(launch, writer)
     _take_settings(launch, writer)
-    _take_variables(launch, writer, reader.scope.is_open)
+    _take_variables(launch, writer)
     _take_unset(statement, launch, result)
     _take_marks(launch, result)
     if config := launch.options.get("config-file", (None, 0))[0]:
-        take_yaml(launch, config, result, cwd)
-    take_defaults(launch, result)
+        take_yaml(launch, config, writer, cwd)
+    take_defaults(launch, writer)
     take_sizes(launch, result, directives, numbers, gpus)
 
 
@@ -81,8 +82,10 @@ def _make_writer(result: Conversion, reader: Reader) -> ArgumentWriter:
     outer = (s for s in reader.statements if not s.inside)
     names = {name for s in outer for name in (s.name, *s.sets)}
     of_tasks = {s.name for s in reader.statements if s.name and s.inside} - names
-    has_arguments = reader.scope.are_set
-    return ArgumentWriter(result, names, reader.of_batch, of_tasks, has_arguments=has_arguments)
+    scope = reader.scope
+    return ArgumentWriter(
+        result, names, reader.of_batch, of_tasks, scope.is_open, has_arguments=scope.are_set
+    )
 
 
 def _take_arguments(launch: Launch, writer: ArgumentWriter) -> None:
@@ -123,10 +126,9 @@ def _take_settings(launch: Launch, writer: ArgumentWriter) -> None:
                 result.append(key, writer.write_one(word, at), at)
 
 
-def _take_variables(launch: Launch, writer: ArgumentWriter, is_open: bool) -> None:
-    """Write the launch's variables into the conversion: into ``[env]``, or as set-up lines where
-    earlier lines change them or may do so (`is_open`), or where their values have code. Variables
-    of hpc-ddp's become notes; lost ones are left out."""
+def _take_variables(launch: Launch, writer: ArgumentWriter) -> None:
+    """Write the launch's variables into the conversion. Variables of hpc-ddp's become notes; lost
+    ones are left out."""
     result = writer.result
     for name, word in launch.env.items():
         at = word.line or launch.line
@@ -134,10 +136,8 @@ def _take_variables(launch: Launch, writer: ArgumentWriter, is_open: bool) -> No
             result.note(at, f"{name} is hpc-ddp's in the workers")
         elif writer.refuse(word, f"env: {name}", launch.line):
             continue
-        elif not is_open and name not in writer.assigned and word.is_static:
-            result.env[name] = word.text, at
-        else:  # [env] comes before the set-up lines
-            result.append("setup", f"export {name}={word.bash()}", at)
+        else:
+            writer.write_variable(name, word, at)
 
 
 def _take_marks(launch: Launch, result: Conversion) -> None:
@@ -216,7 +216,8 @@ def _line_that_makes(name: str, result: Conversion) -> int:
     file = rf"[\"']?(?:\./)?{re.escape(name)}[\"']?(?=\s*(?:$|[\n;&|)]))"
     same = rf"\S*/{re.escape(name)}\s+(?:\.|\./|\"?\$\{{?PWD\}}?\"?)(?=\s*(?:$|[\n;&|)]))"
     stem = rf"nbconvert\b[^\n;&|]*[\s/\"']{re.escape(name.removesuffix('.py'))}(?:\.ipynb|\b)"
-    copies = rf"\b(?:cp|mv|ln|install|rsync)\s(?![^\n;&|]*-t\s)(?:[^\n;&|]*\s)?(?:{file}|{same})"
+    copies = r"\b(?:rsync\s|(?:cp|mv|ln|install)\s(?![^\n;&|]*-t\s))"
+    copies = rf"{copies}(?:[^\n;&|]*\s)?(?:{file}|{same})"
     writes = rf"(?<!2)>\s*{file}|\b(?:tee|sed\s+-\w*i\S*)\s[^\n;&|]*\s{file}"
     makes = re.compile(rf"{stem}|{copies}|{writes}")
     setup = result.lists.get("setup", ())

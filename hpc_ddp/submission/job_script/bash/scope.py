@@ -22,7 +22,7 @@ from hpc_ddp.submission.job_script.bash.syntax import (
     source,
     with_counts,
 )
-from hpc_ddp.submission.job_script.bash.words import Part, Word, literal, split_words
+from hpc_ddp.submission.job_script.bash.words import Part, Word, literal, split_text, split_words
 
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?:(:?[-=])(.*))?\})", re.S)
 _ARRAY = re.compile(r"\$\{(\w+)\[[@*]\]\}")
@@ -30,9 +30,13 @@ _ARRAY = re.compile(r"\$\{(\w+)\[[@*]\]\}")
 OF_A_JOB = re.compile(
     rf"SLURM\w*|HOME|USER|LOGNAME|TMPDIR|HOSTNAME|CUDA_VISIBLE_DEVICES|{OF_A_RANK}"
 )
+# Behind its name: all of an array, or of another variable, that `leave_open` has left open.
+TAILS = ("[@]:0", "-")
 _READS_DEVICES = re.compile(
     r"IFS=[\"']?,[\"']?\s+read\s+-r?a\s+(\w+)\s*<<<\s*\"?\$\{?CUDA_VISIBLE_DEVICES\}?\"?$"
 )
+# IFS as it was, or as it is in bash.
+_DEFAULT_IFS = re.compile(r"\"?\$\{?\w+\}?\"?|\$' \\t\\n'")
 # Bash's own variables that have another value each time.
 _CHANGES = re.compile(r"S?RANDOM|SECONDS|LINENO|BASHPID|EPOCH(REAL)?SECONDS")
 # A variable's: a word, those of an array, or None for what only the job knows.
@@ -52,6 +56,7 @@ class Scope:
     are_set: bool = False  # a set-up line gives the job the script's arguments
     has_none: bool = False  # the script is taken to be submitted without any
     is_open: bool = False
+    has_ifs: bool = False  # IFS is not bash's own
     of_shell: Set[str] = frozenset()  # the variables of the shell that will submit
     of_devices: dict[str, str] = field(default_factory=dict)  # lengths of arrays of GPUs, by name
     versions: Counter[str] = field(default_factory=Counter)
@@ -67,7 +72,8 @@ class Scope:
             match = _ARRAY.fullmatch(text.strip('"') if "@" in text else text)
             array = self.values.get(match[1]) if match else None
             if isinstance(array, list):
-                result += [replace(word, line=word.line if line is None else at) for word in array]
+                words = array if text[0] == '"' else [w for word in array for w in split_text(word)]
+                result += [replace(word, line=word.line if line is None else at) for word in words]
             elif place := re.fullmatch(r"(?:\$\(|`)(?:which|command -v) ([\w.-]+)[`)]", text):
                 result.append(literal(place[1], at))
             elif re.fullmatch(r'"?\$\{?[@*]\}?"?', text) and self._has_all():
@@ -92,6 +98,8 @@ class Scope:
         that needs an old value which is not known."""
         target, content = node.child_by_field_name("name"), node.child_by_field_name("value")
         name = re.match(r"\w*", source(target))[0]  # type: ignore[index]
+        if name == "IFS":
+            self.has_ifs = not _DEFAULT_IFS.fullmatch(source(content))
         assigned: Value = None  # of an element of an array
         if content is not None and content.type == "array":
             assigned = self.words([n for n in content.named_children if n.type != "comment"])
@@ -122,11 +130,12 @@ class Scope:
         are to leave it empty in the job."""
         old = self.values[name]
         self.versions[name] += 1
+        code = [f"${{{name}{tail}}}" for tail in TAILS]  # in a form that is not expanded again
         if isinstance(old, list):
-            tail = Word((self._code_part(f"${{{name}[@]}}", True),), old[-1].line if old else 0)
+            tail = Word((self._code_part(code[0], True),), old[-1].line if old else 0)
             self.values[name] = [*_without_tail(old, tail), tail]
         elif old is not None:
-            part = self._code_part(f"${{{name}-}}", False)  # a default: it is not expanded again
+            part = self._code_part(code[1], False)
             is_open = old.parts[-1:] and old.parts[-1].text == part.text
             parts = old.parts[:-1] if is_open else (*old.parts, Part(" "))
             self.values[name] = replace(old, parts=(*parts, part))
@@ -139,12 +148,13 @@ class Scope:
             if isinstance(old, list)
             else ([*old.parts[-1:]] if old else [])
         )
-        return any(part.text in (f"${{{name}[@]}}", f"${{{name}-}}") for part in parts)
+        return any(part.text in {f"${{{name}{tail}}}" for tail in TAILS} for part in parts)
 
     def set(self, name: str, assigned: Value) -> None:
         """Set the variable `name`; to None where from here on only the job knows its value."""
         self.values[name] = assigned
         self.versions[name] += 1
+        self.of_devices.pop(name, None)
 
     def forget_changes(self, text: str, first: str, names: Set[str], growing: Set[str]) -> None:
         """Forget what a command may change, by its `text` and its `first` word: the variables
@@ -154,6 +164,7 @@ class Scope:
             self.leave_open(name)
         for name in names - growing:
             self.set(name, None)
+        self.has_ifs = self.has_ifs and not (first == "unset" and "IFS" in names)
         if re.search(r"\bshift\b|\bset\s+--|\bgetopts\b", text):
             self.has_none = False
             if first != "shift":
@@ -243,6 +254,9 @@ class Scope:
         match, array = _VARIABLE.fullmatch(text), _ARRAY.fullmatch(text)
         name = array[1] if array else (match[1] or match[2]) if match else ""
         is_all = bool(re.fullmatch(r"\$\{?[@*]\}?", text)) and self._has_all()
+        if self.has_ifs and (not is_quoted or "[*]" in text):  # which splits and joins otherwise
+            yield self._code_part(text, is_quoted)
+            return
         assigned = list(self.arguments or ()) if is_all else self.values.get(name)
         is_given = len(self.arguments or ()) >= int(name or 0) if name.isdigit() else False
         if text in ("$#", "${#}") and self.arguments is not None:

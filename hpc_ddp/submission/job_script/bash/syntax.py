@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from hpc_ddp.submission.job_script.bash.scope import Scope, Value
 
 Node = Any  # a tree_sitter.Node: the package is optional
-_LOADERS = r"[ \t]*(?:conda|mamba|micromamba|module|ml|source|\.|cd)"
+_PLACEHOLDER = re.compile(rb"(?<![^\s=])(<[A-Za-z][\w .-]*>)(?=\s|$)")
 _ARGUMENTS = re.compile(r"(?<!\\)\$(?:[1-9@*#]|\{(?:[1-9@*](?!:?-)[^}]*|#)\})")
 _ALL_ARGUMENTS = re.compile(r"(?<!\\)\$(?:[@*]|\{[@*]\})")
 _HAS_ARGUMENTS = re.compile(
@@ -70,20 +70,33 @@ def parse(text: str) -> Node:
     parser, before = tree_sitter.Parser(language), b""
     text = re.sub(r"(\\(\n|$)\s*)+$", "", text) + "\n"  # a line that goes on, and does not
     text = text.replace("$(((", "$(( (")  # which tree-sitter-bash 0.25 reads as commands in ${…}
-    # A placeholder, and no redirection.
-    text = re.sub(rf"(?m)^({_LOADERS} [^<>\"'\n]*)(<[A-Za-z][\w .-]*>)(?=[ \t]*$)", r"\1'\2'", text)
-    code = re.sub(r"=(<[\w .-]+>)(?=\s)", r"='\1'", text).encode()
+    code = _quote_placeholders(parser.parse(text.encode()).root_node, text.encode())
     while code != before:
         root, before = parser.parse(code).root_node, code
         code = _with_whole_words(root, code)
     return root
 
 
+def _quote_placeholders(root: Node, code: bytes) -> bytes:
+    """Return a script's text with quotes around each word ``<name>``, which is no redirection, but
+    not in texts that have quotes, or are of a here-document. `code` is the text, `root` its
+    tree."""
+    nodes, texts = [root], []
+    while nodes:
+        node = nodes.pop()
+        nodes += node.children
+        if node.type in (*_IN_TEXT, "raw_string"):
+            texts.append(range(node.start_byte, node.end_byte))
+    return _PLACEHOLDER.sub(
+        lambda m: m[0] if any(m.start() in text for text in texts) else b"'%b'" % m[1], code
+    )
+
+
 def _with_whole_words(root: Node, code: bytes) -> bytes:
     """Return a script's text, changed where tree-sitter-bash 0.25 sees the end of a word too early,
     without an error: with ``${NAME}`` for ``$NAME``, ``'x'`` for ``\\x``, and a line's end within a
-    word moved behind the word; and with ``:`` before a here-document that has no command. `code` is
-    the text, `root` the tree of it."""
+    word moved behind the word; with ``;`` behind a line of assignments, and with ``:`` before a
+    here-document that has no command. `code` is the text, `root` the tree of it."""
     nodes, edits = [*root.children], {}
     breaks: dict[int, int] = {}  # where a word with broken lines begins, by where it ends
     while nodes:
@@ -92,6 +105,11 @@ def _with_whole_words(root: Node, code: bytes) -> bytes:
         start = code.rfind(b"\n", 0, node.start_byte) + 1
         if node.type == "<" and _BARE_TEXT.fullmatch(code[start : node.start_byte + 3]):
             edits[start, start] = b": "  # of <<
+        after = node.next_sibling
+        if node.type == "variable_assignment" and node.parent.type == "command" and after:
+            between = code[node.end_byte : after.start_byte].replace(b"\\\n", b"")
+            if b"\n" in between:  # which bash does not take for the variables of one command
+                edits[node.end_byte, node.end_byte] = b";"
         name = re.compile(rb"[A-Za-z_]\w*|\d").match(code, node.end_byte)
         if name and node.type == "$" and node.parent.type != "simple_expansion":
             edits[name.span()] = b"{%b}" % name[0]
@@ -284,11 +302,14 @@ def target_of(node: Node) -> str:
 
 
 def files_written(text: str) -> set[str]:
-    """Return the files that some code writes by redirections of its output, as they are written
-    there, without quotes."""
-    redirects = (node for node in _descend(parse(text)) if node.type == "file_redirect")
-    words = (re.fullmatch(r"1?>>?\s*([\"']?)([^&\s]+?)\1", source(node)) for node in redirects)
-    return {word[2] for word in words if word and not word[2].startswith("/dev/")}
+    """Return the files that some code writes, by redirections of its output or by ``tee``: without
+    quotes, ``./`` and the braces of variables."""
+    nodes = [*_descend(parse(text))]
+    texts = [source(node) for node in nodes if node.type == "file_redirect"]
+    words = [re.fullmatch(r"1?>>?\s*([\"']?)([^&\s]+?)\1", redirect) for redirect in texts]
+    words += [re.fullmatch(r"tee\s+(?:-a\s+)?([\"']?)(\S+?)\1", source(node)) for node in nodes]
+    files = {re.sub(r"\$\{(\w+)\}", r"$\1", word[2]) for word in words if word}
+    return {re.sub(r"^(\.|\$PWD)/", "", file) for file in files if not file.startswith("/dev/")}
 
 
 def reads_input(node: Node, command: Node) -> bool:
@@ -330,8 +351,8 @@ def shift_of(node: Node, text: str, line: int) -> int | None:
 def starts_on_nodes(loop: str) -> bool:
     """Return whether a loop's text has a step on a node of its own, as by ``srun -w $NODE`` or
     ``ssh $NODE``."""
-    rest = r"[^\n;]*(\\\n[^\n;]*)*"
-    return bool(re.search(rf"srun{rest}\s(-w|-r|--nodelist)|\bssh\s{rest}\$", loop))
+    words = r"[^\n;]*(\\\n[^\n;]*)*"
+    return bool(re.search(rf"srun{words}\s(-w|-r|--nodelist)|\bssh\s{words}\$", loop))
 
 
 def is_for_arguments(loop: Node) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 
 from hpc_ddp.submission.job_script.bash.scope import Scope
 from hpc_ddp.submission.job_script.bash.words import Word, literal
-from hpc_ddp.submission.job_script.conversion import LOST, OURS, Conversion
+from hpc_ddp.submission.job_script.conversion import LOST, OURS, ArgumentWriter
 from hpc_ddp.submission.job_script.launchers.launch import Launch
 from hpc_ddp.submission.job_script.launchers.options import Options
 from hpc_ddp.submission.job_script.launchers.workers import take_python_beside
@@ -74,6 +74,7 @@ def read_accelerate(words: list[Word], launch: Launch, scope: Scope) -> list[Wor
         if variable := accelerate_variable(name, text):
             constant = literal(variable[1], line)
             launch.env[variable[0]] = operand if operand and operand.code else constant
+            launch.passed_on.add(variable[0])
         elif ACCELERATE_DEFAULTS.get(name) == text.lower():
             launch.mark(line, OURS, f"launch --{name}")
         elif name != "config-file" and ACCELERATE.use(name) == "later":
@@ -81,12 +82,12 @@ def read_accelerate(words: list[Word], launch: Launch, scope: Scope) -> list[Wor
     return []
 
 
-def take_yaml(launch: Launch, word: Word, result: Conversion, cwd: Path) -> None:
+def take_yaml(launch: Launch, word: Word, writer: ArgumentWriter, cwd: Path) -> None:
     """Read a configuration of Accelerate from the path in `word`. Its keys become the variables
     that Accelerate's launcher sets; ``num_processes`` the number of processes, if no option has it;
     other keys become notes. A configuration that can't be read becomes a note."""
     path = Path(cwd, launch.folder or "", os.path.expanduser(word.text))
-    line = word.line or launch.line
+    line, result = word.line or launch.line, writer.result
     import yaml
 
     try:
@@ -101,7 +102,7 @@ def take_yaml(launch: Launch, word: Word, result: Conversion, cwd: Path) -> None
     use = f"use_{keys.get('distributed_type', '')}".lower()
     for key, entry in {use: True, **keys}.items():
         if variable := accelerate_variable(key, str(entry)):
-            _set_variable(*variable, launch, result, line)
+            _pass_on(*variable, launch, writer, line)
         elif not re.fullmatch(f"{_NOT_OF_ALL}|use_.*", key) and entry not in (None, {}, [], "no"):
             text = f"not taken over: {key} of {word.text}: set it in Accelerator(…)"
             result.note(line, text)
@@ -109,21 +110,26 @@ def take_yaml(launch: Launch, word: Word, result: Conversion, cwd: Path) -> None
     launch.processes = launch.processes or (count if isinstance(count, int) else None)
 
 
-def take_defaults(launch: Launch, result: Conversion) -> None:
-    """Put the variables into `result` that ``accelerate launch`` sets by its own defaults for FSDP.
-    To be called with all its other variables there."""
+def take_defaults(launch: Launch, writer: ArgumentWriter) -> None:
+    """Write the variables into the conversion that ``accelerate launch`` sets by its own defaults
+    for FSDP. To be called with all its other variables there."""
     uses = launch.env.get("ACCELERATE_USE_FSDP")
     if launch.kind == "accelerate" and uses and uses.text.lower() == "true":
         for name, text in _OF_FSDP.items():
-            _set_variable(name, text, launch, result, launch.line)
+            _pass_on(name, text, launch, writer, launch.line)
 
 
-def _set_variable(name: str, text: str, launch: Launch, result: Conversion, line: int) -> None:
-    """Set a variable of the launcher's in the environment of `launch`, and in `result`, unless an
-    option has set it. The script's own export of that name has no effect there."""
-    if name not in launch.env:
+def _pass_on(name: str, text: str, launch: Launch, writer: ArgumentWriter, line: int) -> None:
+    """Write a variable of the launcher's into the conversion, unless an option or the configuration
+    has set it. The script's own value of that name has no effect there."""
+    if name not in launch.passed_on:
+        launch.passed_on.add(name)
         launch.env[name] = literal(text, line)
-        result.env[name] = text, line
+        lines = [code for code, _ in writer.result.lists.get("setup", ())]
+        if name in writer.result.env and not any(f"{name}=" in code for code in lines):
+            writer.result.env[name] = text, line
+        else:
+            writer.write_variable(name, launch.env[name], line)
 
 
 def accelerate_variable(name: str, operand: str) -> tuple[str, str] | None:

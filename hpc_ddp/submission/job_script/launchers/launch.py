@@ -54,11 +54,13 @@ class Launch:
     gpus: dict[str, str] = field(default_factory=dict)
     node_words: bool = False  # it names the nodes that it runs on
     in_loop: bool = False  # it stands in a loop over the nodes
+    is_evaluated: bool = False  # by ``eval``, which reads its words once more
     enters_container: bool = False  # after lines that each task runs outside of it
     folder: str | None = ""  # the working directory there; None where only the job knows it
     options: dict[str, tuple[Word | None, int]] = field(default_factory=dict)
     settings: dict[str, list[Word]] = field(default_factory=dict)
     env: dict[str, Word] = field(default_factory=dict)
+    passed_on: set[str] = field(default_factory=set)  # variables that the launcher sets itself
     unset: dict[str, tuple[int, bool]] = field(default_factory=dict)
     inner: Word | None = None  # the text of bash -c
     marks: list[tuple[int, str, str]] = field(default_factory=list)
@@ -68,6 +70,11 @@ class Launch:
 
     def mark(self, line: int, group: str, text: str) -> None:
         self.marks.append((line, group, text))
+
+    def mark_stale(self, words: Sequence[Word], scope: Scope, line: int) -> None:
+        """Mark a line as lost if a variable in `words` has been set again since they were read."""
+        if any(map(scope.is_stale, words)):
+            self.mark(line, LOST, "a variable in it was set anew before it is used")
 
     def set_variable(self, word: Word) -> bool:
         """Put a word ``NAME=value`` into the program's environment, where it is no longer unset;

@@ -45,7 +45,8 @@ def read_launch(
     is 0 where they are no launch. `step` is the command that starts the tasks which run the words,
     '' for the batch script; `in_loop` says that they stand in a loop over the nodes."""
     launch = Launch(words[0].line if words else 0, step=step, in_loop=in_loop)
-    remaining = list(words)
+    folder, remaining = scope.values.get("PWD"), list(words)
+    launch.folder = folder.text if isinstance(folder, Word) else None
     if in_loop and words and words[0].text == "ssh":
         remaining = as_srun(remaining)
     while remaining and not launch.program and launch.inner is None:

@@ -9,12 +9,14 @@ from __future__ import annotations
 import re
 
 from hpc_ddp.submission.job_script.bash import syntax
-from hpc_ddp.submission.job_script.bash.scope import Scope
+from hpc_ddp.submission.job_script.bash.scope import TAILS, Scope
 from hpc_ddp.submission.job_script.bash.words import Word, literal, split_text
 from hpc_ddp.submission.job_script.conversion import PRINTS
 from hpc_ddp.submission.job_script.launchers.launch import Launch
 from hpc_ddp.submission.job_script.launchers.read import read_launch
 from hpc_ddp.submission.job_script.statements.statement import Statement
+
+_KEEPS = re.compile(r">|\btee\b")  # a print that does more
 
 
 def grows(name: str, node: syntax.Node, scope: Scope, step: str) -> bool:
@@ -30,18 +32,25 @@ def leave_empty(
     training: Launch, statements: list[Statement], commands: dict[str, list[Statement]]
 ) -> None:
     """Change the assignments, `commands` by variable, so that those which the `training` is made of
-    leave the variable empty. Another statement that needs such a variable, except a print, is
-    lost."""
+    leave the variable empty. Where the training needs such a variable in another form than by its
+    known words and what the job adds, nothing is changed. Another statement that needs it, except
+    a print or an assignment whose value is known, is lost."""
     names = {name for word in training.words for name in word.names}
     inner = [s for s in statements if s.name in names and not s.of_script]  # the text of bash -c
+    code = [part.text for word in training.words for part in word.code] + [s.text for s in inner]
     for name in (names | {name for s in inner for name in s.names}) & commands.keys():
+        uses = re.findall(rf"\$\{{?[!#]?{name}\b(?:\[@\]:0|-)?\}}?", " ".join(code))
+        if {*uses} - {f"${{{name}{tail}}}" for tail in TAILS}:
+            continue
         for statement in commands[name]:
             is_array = isinstance(statement.assigned, list)
             statement.text = f"{name}=()" if is_array else f"{name}="
             statement.assigned = [] if is_array else literal("")
         for statement in statements:
             adds = name == statement.name or name in statement.sets or statement in inner
+            is_known = statement.name and statement.assigned is not None
             is_other = name in statement.names and statement.launch is not training and not adds
-            is_print = PRINTS.match(statement.text) and not re.search(r">|\btee\b", statement.text)
+            is_other = is_other and not is_known
+            is_print = PRINTS.match(statement.text) and not _KEEPS.search(statement.text)
             if is_other and not is_print:
                 statement.lost = f"it uses {name}, which the launch is made of: setup"

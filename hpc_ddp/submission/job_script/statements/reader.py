@@ -153,7 +153,7 @@ class Reader:
         has_names = bool(kinds & {"variable_assignment", "variable_name"})
         exported = bool(re.match(r"export\b|\w+\s+-\w*x", text)) or self._exports_all
         start = re.match(r"\w+\s+(-\w+\s+)*(?=\w+=)", text)
-        if re.match(r"\w+\s+-\w*[Af]", text) or not has_names:
+        if re.match(r"\w+\s+(-\w+\s+)*-\w*[Afilun]", text) or not has_names:
             self._add(node)
         elif "concatenation" in kinds and start:  # "a"b=$c"d" is not read as one word there
             before, self._exports_all = self._exports_all, exported
@@ -183,7 +183,11 @@ class Reader:
             return
         code = " ".join(word.script for word in words[1:]) if first == "eval" else ""
         if code and self._has_launch(code):
+            count = len(self.statements)
             self._read_text(code, node, self._place.step)
+            for launch in (s.launch for s in self.statements[count:] if s.launch):
+                launch.is_evaluated = True
+                launch.mark_stale(words, self.scope, at)
             return
         if first == "shift" and self.scope.arguments is not None:
             self.scope.shift_arguments(words[-1])
@@ -193,19 +197,16 @@ class Reader:
             return
         if first == "cd":
             self.scope.change_folder(words)
-        if first == "set" and re.search(r"\s-\w*a|allexport", source(node)):
-            self._exports_all = True
+        self._exports_all |= first == "set" and bool(re.search(r"\s-\w*a|allexport", source(node)))
         launch = read_launch(words, self.scope, self._place.step, self._place.in_loop)
-        folder = self.scope.values.get("PWD")
         launch.line = at
-        launch.folder = folder.text if isinstance(folder, Word) else None
         for child in before:
             assigned = self.scope.word(child.child_by_field_name("value"))
-            launch.env[source(child.child_by_field_name("name"))] = replace(assigned, line=at)
+            name = source(child.child_by_field_name("name"))
+            launch.env.setdefault(name, replace(assigned, line=at))
         if syntax.reads_input(around or node, node):
             launch.mark(at, LOST, "its standard input: the program has none")
-        if any(map(self.scope.is_stale, (*launch.words, launch.inner or literal("")))):
-            launch.mark(at, LOST, "a variable in it was set anew before it is used")
+        launch.mark_stale([*launch.words, launch.inner or literal("")], self.scope, at)
         if launch.inner is not None and self._has_launch(inner_text(launch.inner), launch.step):
             self._read_inner(launch, node, output)
         elif not launch.weight or launch.inner is not None:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Set
 
 from hpc_ddp.submission.job_script.bash import syntax
-from hpc_ddp.submission.job_script.bash.words import Word
+from hpc_ddp.submission.job_script.bash.words import Word, split_text
 from hpc_ddp.submission.job_script.conversion import (
     DECIDED,
     DELETES,
@@ -21,11 +21,14 @@ from hpc_ddp.submission.job_script.conversion import (
     first_reason,
 )
 from hpc_ddp.submission.job_script.launchers.launch import Launch
+from hpc_ddp.submission.job_script.launchers.options import is_launcher
 from hpc_ddp.submission.job_script.secrets import looks_secret
 from hpc_ddp.submission.job_script.statements.reader import Reader
 from hpc_ddp.submission.job_script.statements.statement import Statement, with_functions
 
 _STEP = re.compile(r"(?!echo|printf|\w+=).*\b(srun|mpirun|mpiexec|ibrun)\s", re.S)
+# A command whose first word is a variable's.
+_BY_VARIABLE = re.compile(r"(?:(?:eval|exec|time|nohup)\s+)*[\"']?\$\{?(\w+)")
 # A node's address, asked for by ssh.
 _ASKS_ADDRESS = re.compile(
     r"(export\s+)?\w+=[\"']?(\$\(|`)\s*ssh\s[^|`)]*\bhostname\b[^|`)]*(\|\s*(awk|cut|head|tr|sed)\b[^|`)]*)*[)`][\"']?"
@@ -48,11 +51,20 @@ class Refusals:
         self.functions = {s.defines: s for s in self._statements if s.defines}
         counts = Counter(name for s in self._statements for name in {s.name, *s.sets})
         self._temporary = {
-            name: s.assigned.text
+            name: (s.assigned.text, s.lines[0])
             for name, s in self.assigned.items()
             if counts[name] == 1 and isinstance(s.assigned, Word)
             and re.match(r"/tmp/|/dev/shm/|\$(SLURM_)?TMPDIR\b", s.assigned.text)
         }  # fmt: skip
+        self._loads = [s.lines[0] for s in self._statements if syntax.sets_anything(s.text)]
+        # Variables that hold a launch, or its beginning.
+        of_words = ((s.name, s.assigned) for s in self._statements if s.name and not s.inside)
+        self._launching = {
+            name
+            for name, assigned in of_words
+            for word in (split_text(assigned) if isinstance(assigned, Word) else assigned or [])[:1]
+            if is_launcher(word.text)
+        }
 
     def set_reasons(self) -> tuple[dict[str, str], int]:
         """Set `lost`, a reason, of statements that can't be taken over, and of those that need a
@@ -141,7 +153,9 @@ class Refusals:
         if reason == DELETES and is_of_batch and ONLY_DELETES.fullmatch(text):
             statement.is_once, reason = True, ""
         may_launch = _STEP.match(text) or re.match(STARTS_PYTHON, text, re.S)
-        if may_launch and not (self.launch or reason):
+        by_variable = _BY_VARIABLE.match(text)
+        is_launching = by_variable and by_variable[1] in self._launching
+        if (may_launch or is_launching) and not (self.launch or reason):
             self._at = min(self._at, index)
             reason = "it may be the launch: script = …, args = […]"
         if looks_secret(text) and not statement.name:
@@ -172,7 +186,12 @@ class Refusals:
         or before it, '' if none does; its text is read with the functions that it needs, with
         ``$0`` for the script's file name, and with the values of paths of what is temporary."""
         text = "\n".join(s.text for s in with_functions(statement, self.functions))
-        values = self._temporary
+        line = statement.lines[0]
+        values = {
+            name: path
+            for name, (path, at) in self._temporary.items()
+            if at <= line and not any(at < load < line for load in self._loads)
+        }
         text = re.sub(r"\$(?:(\w+)|\{(\w+)\})", lambda m: values.get(m[1] or m[2], m[0]), text)
         if self._name:
             text = re.sub(rf"(?<=[\s/\"']){re.escape(self._name)}(?=[\s\"';)]|$)", "$0", text)
@@ -180,5 +199,7 @@ class Refusals:
 
 
 def _names_file(text: str, file: str) -> bool:
-    """Return whether some code names a file, and not one whose path only has its name in it."""
-    return bool(re.search(rf"(?<![\w./-]){re.escape(file)}(?![\w/-])", text))
+    """Return whether some code names a file, as by `files_written`, and not one whose path only has
+    its name in it."""
+    text = re.sub(r"\$\{(\w+)\}", r"$\1", text)
+    return bool(re.search(rf"(?<![\w./-])(\.|\$PWD)?\"?/?\"?{re.escape(file)}(?![\w/-])", text))

@@ -226,7 +226,10 @@ def test_conditions_here_documents_and_eval() -> None:
     assert result["env"] == {"PRECISION": "bf16"}
     assert conversion.group(8) == (OURS, "an earlier branch runs")
     assert result["args"] == ["--data", "${ARGUMENTS_1[@]}", "--lr", "0.1", "--precision", "bf16"]
-    assert (result["expand"], result["setup"][-1]) == (["ARGUMENTS_1[@]"], "ARGUMENTS_1=(${DATA})")
+    assert (result["expand"], result["setup"][-1]) == (
+        ["ARGUMENTS_1[@]"],
+        'eval "ARGUMENTS_1=(${DATA})"',
+    )
     assert any(line.startswith("if [ -d /opt/data ]") for line in result["setup"])
     assert "cat > hosts.txt <<END\nhead of $SLURM_JOB_ID\nEND" in result["setup"]
     assert conversion.group(18) == (OURS, "a function that nothing calls")

@@ -393,11 +393,14 @@ def of_text(*lines: str) -> Conversion:
           '"${C[@]}"'),
          {"args": ["--a", "1", "--b", "${ARGUMENTS_1[@]}"], "nproc-per-node": None,
           "setup": ["C=()", "C=()", '[ -e x ] && C+=(--x "$(cat x)")', "C+=(--c)",
-                    'ARGUMENTS_1=("${C[@]}")']}),
+                    'ARGUMENTS_1=("${C[@]:0}")']}),
         *(((f'C="{launch}torchrun a.py"', 'C="$C --a 1"', 'if [ -e x ]; then C="$C -x"; fi', call),
            {"script": "a.py", "args": ["--a", "1", "${ARGUMENTS_1[@]}"],
-            "setup": ["C=", "C=", 'if [ -e x ]; then C="$C -x"; fi', "ARGUMENTS_1=(${C-})"]})
-          for launch, call in (("", "srun $C"), ("srun ", "eval $C"), ("", 'eval "$C"'))),
+            "setup": ["C=", "C=", 'if [ -e x ]; then C="$C -x"; fi', line]})
+          for launch, call, line in (
+              ("", "srun $C", "ARGUMENTS_1=(${C-})"),
+              ("srun ", "eval $C", 'eval "ARGUMENTS_1=(${C-})"'),
+              ("", 'eval "$C"', 'eval "ARGUMENTS_1=(${C-})"'))),
         (("C='torchrun a.py'", "if [ -e x ]; then C+=' -x'; fi", 'srun bash -c "$C"'),
          {"setup": ["C=", "if [ -e x ]; then C+=' -x'; fi", 'VALUE_1="${C-}"'],
           "node-setup": ['eval "ARGUMENTS_1=(${VALUE_1})"'], "args": ["${ARGUMENTS_1[@]}"]}),
@@ -858,7 +861,9 @@ def test_a_range_of_nodes_of_the_launch_is_no_difference() -> None:
         ("case x in a) echo '$G';; esac", []),
         ("\"it's $H\" 'z'", ["H"]),
         ('echo "Job # $A"\nexport X="--o=\'$FOO\'"', ["A", "FOO"]),
-        ("x # it's $I\ny $J", ["I", "J"]),
+        ("x # it's $I\ny $J", ["J"]),
+        ("cat <<EOF > f\n# it's $K\n'$L'\nEOF\necho '$M' $N", ["K", "L", "N"]),
+        ("cat <<-'EOF' > f\n$K\n\tEOF\necho $N # $O", ["N"]),
     ],
 )
 def test_single_quotes_of_bash(code: str, expected: list[str]) -> None:
