@@ -26,7 +26,7 @@ _EXPANDED = re.compile(r"\\([$`\\])|\$(?:\w+|[@*#]|\{[^{}]*\})")
 
 @dataclass
 class JobText:
-    """What a script for sbatch says: its `directives`, and the `text` of its statements, both at
+    """The contents of a script for sbatch: its `directives`, and the `text` of its statements, at
     their lines. `marks` has (group, reason), by line, of lines that are neither; `line` is that of
     the sbatch which submits it, 0 where the user does."""
 

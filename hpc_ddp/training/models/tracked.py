@@ -272,7 +272,8 @@ class GradientWatch:
         self._check = check
         self.has_updated = False  # an optimizer, in this step
         self._had_update = False  # in a step before
-        self._is_amid_step = False  # a micro-batch had its backward, and the step has more of them
+        # Of a micro-batch that had its backward, if its step has more of them; None for another.
+        self._epoch_amid_step: int | None = None
         for optimizer in optimizers:
             add_hook_tables(optimizer)
             step_apart(optimizer)
@@ -282,10 +283,10 @@ class GradientWatch:
         self._check()
         self.has_updated = True
 
-    def begin_backward(self, ends_step: bool) -> None:
+    def begin_backward(self, ends_step: bool, epoch: int) -> None:
         """Called before the backward of each micro-batch, with whether it is the last one of its
-        step: warn if those before it have left no gradients."""
-        if self._is_amid_step and self._steps_left:
+        step: warn if those before it, of the same epoch, have left no gradients."""
+        if self._epoch_amid_step == epoch and self._steps_left:
             weights = [weight for one in self._optimizers for weight in parameters_of(one)]
             if all(weight.grad is None for weight in weights):
                 self._steps_left = 0
@@ -294,7 +295,7 @@ class GradientWatch:
                     " the earlier ones are gone, as by optimizer.zero_grad() before each: the last"
                     " one alone counts; drop that line: run.update sets them to None"
                 )
-        self._is_amid_step = not ends_step
+        self._epoch_amid_step = None if ends_step else epoch
 
     def weights_step(self, step: int) -> int | None:
         """Return the step whose weights the models have, after `step` steps that have ended; None
@@ -304,7 +305,7 @@ class GradientWatch:
     def end_step(self) -> None:
         """Note whether the step had an update, and call `warn` if gradients are kept over it.
         Called by the script's own thread behind each step."""
-        has_updated, self.has_updated, self._is_amid_step = self.has_updated, False, False
+        has_updated, self.has_updated, self._epoch_amid_step = self.has_updated, False, None
         if not self._steps_left:
             return
         self._steps_left -= 1

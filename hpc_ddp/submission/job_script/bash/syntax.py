@@ -21,6 +21,8 @@ _HAS_ARGUMENTS = re.compile(
     r"|-n\s+\"?\$(1|\{1:?-?\})\"?|\"?\$(1|\{1:?-?\})\"?\s*!=\s*\"\")(\s+\]\]?)?"
     r"|\(\(\s*\$(#|\{#\})\s*((>|!=)\s*0\s*)?\)\)"
 )
+# What is added to a text in double quotes: no operator of the shell, but within ``$(…)``.
+_ADDED_TEXT = r"(?:\\[\s\S]|\$\([^()]*\)|[^\"\\;&|<>])*"
 # Lines that end within a word, and what follows of it.
 _CHUNK = rb"""(?:\$\([^()]*\)|[^\s\\"'`;&|()<>]|"(?:\\.|[^"\\])*"|'[^'\n]*'|\\[^\n])+"""
 _BROKEN_WORD = re.compile(rb"(?:(?:\\\n)+%b)+" % _CHUNK, re.S)
@@ -191,23 +193,33 @@ def set_in(node: Node) -> set[str]:
 
 def is_added(name: str, text: str) -> bool:
     """Return whether an assignment adds words to the end of the variable `name`: ``NAME+=(…)``,
-    ``NAME=("${NAME[@]}" …)``, ``NAME+=" …"`` or ``NAME="$NAME …"``; not one whose words have quotes
-    of their own, as for ``eval``, or which goes on with the last word."""
+    ``NAME=("${NAME[@]}" …)``, ``NAME+=" …"`` or ``NAME="$NAME …"``; not one that goes on with the
+    last word, or adds operators of the shell, as for ``eval``."""
     array = rf"{name}(\+=\(|=\(\s*\"\$\{{{name}\[@\]\}}\"\s)"
-    words = rf"{name}(\+=[\"']\s|=\"\$({name}|\{{{name}\}})\s)[^'\"\\;&|<>]*[\"']$"
-    return bool(re.match(array, text) or re.match(words, text))
+    blank = r"(?=\s|\\\n)"
+    double = rf"{name}(\+=\"|=\"\$({name}|\{{{name}\}})){blank}{_ADDED_TEXT}\"$"
+    return any(re.match(form, text) for form in (array, double, rf"{name}\+='\s[^';&|<>]*'$"))
 
 
 def is_only_added(name: str, node: Node) -> bool:
     """Return whether a block adds words to the variable `name` by assignments (`is_added`), and
-    does not name it elsewhere."""
-    of_node = [inner for inner in _descend(node) if inner.type == "variable_assignment"]
-    texts = [text for text in map(source, of_node) if re.match(rf"{name}\b", text)]
+    does not name it elsewhere but in comments and prints."""
+    inner = [*_descend(node)]
+    texts = [source(n) for n in inner if n.type == "variable_assignment"]
+    texts = [text for text in texts if re.match(rf"{name}\b", text)]
+    prints = [source(n) for n in inner if n.type == "comment" or _is_print(n)]
     remaining = source(node)
-    for text in texts:
+    for text in (*texts, *prints):
         remaining = remaining.replace(text, " ", 1)
     is_elsewhere = re.search(rf"\b{name}\b", remaining)
     return bool(texts) and not is_elsewhere and all(is_added(name, text) for text in texts)
+
+
+def _is_print(node: Node) -> bool:
+    """Return whether a node is a command that only prints, and not into a file or a pipe."""
+    around = ("redirected_statement", "pipeline")
+    is_plain = node.type == "command" and node.parent.type not in around
+    return is_plain and source(node.child_by_field_name("name")) in ("echo", "printf")
 
 
 def sets_anything(text: str) -> bool:

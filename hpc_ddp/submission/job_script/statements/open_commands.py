@@ -48,7 +48,9 @@ def leave_empty(
             statement.assigned = [] if is_array else literal("")
         for statement in statements:
             adds = name == statement.name or name in statement.sets or statement in inner
+            lines = (s for s in statements if s is not statement and s.launch is not training)
             is_known = statement.name and statement.assigned is not None
+            is_known = is_known and not any(statement.name in s.names for s in lines)
             is_other = name in statement.names and statement.launch is not training and not adds
             is_other = is_other and not is_known
             is_print = PRINTS.match(statement.text) and not _KEEPS.search(statement.text)

@@ -202,4 +202,6 @@ def _names_file(text: str, file: str) -> bool:
     """Return whether some code names a file, as by `files_written`, and not one whose path only has
     its name in it."""
     text = re.sub(r"\$\{(\w+)\}", r"$\1", text)
-    return bool(re.search(rf"(?<![\w./-])(\.|\$PWD)?\"?/?\"?{re.escape(file)}(?![\w/-])", text))
+    return bool(
+        re.search(rf"(?<![\w./-])(\.|\$PWD)?\"?/?\"?{re.escape(file)}(?![\w/-]|\.\w)", text)
+    )

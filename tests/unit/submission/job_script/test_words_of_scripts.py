@@ -411,7 +411,7 @@ def of_text(*lines: str) -> Conversion:
          {"script": None}),
         *((("C='torchrun a.py -b'", line, 'eval "$C"'), {"script": None})
           for line in ('if [[ $C == *b* ]]; then C="$C -x"; fi', "[ -e x ] && C+=',c'",
-                       '[ -e x ] && C="$C > log"', """[ -e x ] && C="$C -t 'a b'\"""",
+                       '[ -e x ] && C="$C > log"',
                        'if [ -e x ]; then unset C; C+=" -x"; fi')),
         # Loops over the script's arguments, of which there are none.
         (("E=''", 'while [[ $# -gt 0 ]]; do case $1 in -x) E="-x"; shift;; esac; done',

@@ -274,12 +274,14 @@ def test_gradients_that_are_dropped_within_a_step_are_warned_of(drops: bool, cou
     optimizer = torch.optim.SGD(model.parameters())
     lines: list[str] = []
     watch = GradientWatch([model, optimizer], lines.append)
-    watch.begin_backward(False)  # the step's last micro-batch has none: its loss is not finite
+    watch.begin_backward(False, 0)  # the step's last micro-batch has none: its loss is not finite
     watch.end_step()
+    watch.begin_backward(False, 0)  # the loop of an epoch is left amid a step
+    optimizer.zero_grad()
     for ends_step in (False, True) * 3:
         if drops:
             optimizer.zero_grad()
-        watch.begin_backward(ends_step)
+        watch.begin_backward(ends_step, 1)
         model(torch.ones(1)).backward()
         if ends_step:
             optimizer.step()
