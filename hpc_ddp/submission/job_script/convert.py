@@ -13,9 +13,10 @@ from hpc_ddp.core.file_io import read_text
 from hpc_ddp.core.job.variables import is_of_hpc_ddp
 from hpc_ddp.submission.job_script import program, secrets
 from hpc_ddp.submission.job_script.bash.quotes import split_quoted
-from hpc_ddp.submission.job_script.bash.scope import Scope, Value
+from hpc_ddp.submission.job_script.bash.scope import Scope
+from hpc_ddp.submission.job_script.bash.values import Value
 from hpc_ddp.submission.job_script.bash.words import literal
-from hpc_ddp.submission.job_script.conversion import LOST, PRINTS, STARTS_PYTHON, TAKEN, Conversion
+from hpc_ddp.submission.job_script.conversion import LOST, PRINTS, Conversion
 from hpc_ddp.submission.job_script.directives import (
     not_set,
     sizes,
@@ -23,10 +24,9 @@ from hpc_ddp.submission.job_script.directives import (
     take_tasks,
     tasks_of_node,
 )
-from hpc_ddp.submission.job_script.launchers.launch import Launch
 from hpc_ddp.submission.job_script.project_file import is_code
+from hpc_ddp.submission.job_script.statements.choice import choose_launch, has_launch
 from hpc_ddp.submission.job_script.statements.names import note_lost, pass_on
-from hpc_ddp.submission.job_script.statements.open_commands import leave_empty
 from hpc_ddp.submission.job_script.statements.reader import Reader
 from hpc_ddp.submission.job_script.statements.sorting import Sorter
 from hpc_ddp.submission.job_script.statements.statement import Statement, first_load
@@ -196,54 +196,6 @@ def _without_others(text: str, name: str, result: Conversion) -> str:
     return "\n".join(["#!/bin/bash", *lines[1:]])
 
 
-def _choose_launch(reader: Reader, result: Conversion) -> tuple[Launch | None, int]:
-    """Return the launch that is the training, and the index of its statement.
-
-    It is the first of the launches that weigh most, on all nodes if there is one; None where there
-    is none, or where a step starts it on fewer nodes than the job has. Without a launch the index
-    is that of a statement which may have one, else the number of statements.
-
-    Launches before one on all nodes that weigh less or are on fewer nodes, and checks of each node,
-    become plain commands (their `launch` is None). All others get `lost`. `result` gets notes.
-    """
-    statements, nodes = reader.statements, reader.scope.numbers.get("SLURM_NNODES", 1)
-    _drop_node_checks(statements)
-    _join_first_node(reader)
-    statements = reader.statements
-    launches = [(i, s, s.launch) for i, s in enumerate(statements) if s.launch and not s.lost]
-    if not launches:
-        result.note(0, "no launch of a training was found: name the script with script = …")
-        lost = (i for i, s in enumerate(statements) if "launch" in s.lost)
-        return None, next(lost, len(statements))
-    best = max(launch.weight for _, _, launch in launches)
-    same = [entry for entry in launches if entry[2].weight == best]
-    partial = [entry for entry in same if _is_partial(entry[2], nodes)]
-    # One on the first node and others elsewhere, each with words of its own, are no training.
-    is_split = any(launch.node_words for _, _, launch in partial)
-    complete = [] if is_split else [entry for entry in same if entry not in partial]
-    candidates = complete or same
-    start = candidates[0][1]  # in the text of one bash -c the last one counts
-    at, chosen, training = [
-        entry for entry in candidates
-        if entry[1] is start or (entry[1].inside and entry[1].text == start.text)
-    ][-1]  # fmt: skip
-    for index, statement, launch in launches:
-        if index < at and complete and (index, statement, launch) not in complete:
-            statement.launch = None  # a preparation
-        elif statement is not chosen:
-            statement.lost = "a second launch: a job has one; submit this one as its own job"
-    if chosen.output:
-        text = f"its output is in the run's log, not in {chosen.output}: hpc-ddp logs"
-        result.note(chosen.lines[0], text)
-    if text := _fewer_nodes(training, nodes):
-        if training.step:
-            chosen.lost = f"{text}: submit it as a job of its own: --nodes N"
-            return None, at
-        result.note(chosen.lines[0], f"{text}: hpc-ddp starts it on all")
-    leave_empty(training, statements, reader.open_commands)
-    return training, at
-
-
 def _join_child_shells(reader: Reader, at: int) -> int:
     """Replace the statements of a child shell in which no launch is left, and which is not the
     training's, by the one that it is in the script. Return the index of the training's statement,
@@ -266,55 +218,6 @@ def _mark_exported(statements: Sequence[Statement]) -> None:
     for statement in statements:
         statement.exported |= statement.name in exported
         exported |= {statement.name} if statement.exported else set()
-
-
-def _fewer_nodes(training: Launch, nodes: int) -> str:
-    """Return a text that says on how many of the job's `nodes` a launch is; '' if on all."""
-    count = training.nodes or (0 if training.step else 1)
-    is_on_fewer = 0 < count < nodes and not training.in_loop
-    return f"a launch on {count} of {nodes} nodes" if is_on_fewer else ""
-
-
-def _drop_node_checks(statements: Sequence[Statement]) -> None:
-    """Make plain commands of launches in a loop over the nodes, except the surest, before a line
-    that starts Python: they check each node before the training."""
-    starts = [i for i, s in enumerate(statements) if re.match(STARTS_PYTHON, s.text, re.S)]
-    for statement in statements[: max(starts, default=0)]:
-        launch = None if statement.lost else statement.launch
-        if launch and launch.in_loop and launch.weight < 3:
-            statement.launch = None
-
-
-def _join_first_node(reader: Reader) -> None:
-    """Remove a launch on one node that a loop over the nodes makes as well: it is the first node's
-    part of the training, and the loop starts the others. So is a pause between both."""
-    launches = [(s, s.launch) for s in reader.statements if s.launch and not s.lost]
-    for statement, launch in launches:
-        same = [pair for pair in launches if _command_of(pair[1]) == _command_of(launch)]
-        of_nodes = [s for s, candidate in same if candidate.in_loop]
-        is_on_one = launch.nodes == 1 or not launch.step
-        if launch.in_loop or not (is_on_one and of_nodes):
-            continue
-        at = reader.statements.index(statement)
-        between = reader.statements[at : reader.statements.index(of_nodes[0])]
-        for one in [statement, *(s for s in between if s.first == "sleep")]:
-            for line in range(one.lines[0], one.lines[1] + 1):
-                reader.resolved[line] = TAKEN, "the first node's launch: hpc-ddp starts all nodes"
-            reader.statements.remove(one)
-        if not between:  # it was the last one, and was waited for
-            of_nodes[0].text = of_nodes[0].text.removesuffix(" &")
-
-
-def _command_of(launch: Launch) -> tuple[str, ...]:
-    """Return the launcher's kind, and the words of the program that it starts."""
-    words = [*launch.settings.get("module", ()), launch.program, *launch.args]
-    return launch.kind, *(word.text for word in words if word)
-
-
-def _is_partial(launch: Launch, nodes: int) -> bool:
-    """Return whether a launch is on fewer than the job's `nodes`, and in no loop over them."""
-    count = launch.nodes or (launch.tasks if not launch.kind else None) or nodes
-    return count < nodes and not launch.in_loop
 
 
 def convert(
@@ -342,14 +245,22 @@ def convert(
     numbers = sizes(directives)
     start = os.path.normpath(cwd / os.path.expanduser(directives.get("chdir") or ""))
     guesses: set[str] = set()
-    for _ in range(2):  # a guess holds for the whole script: what the first reading guesses, too
-        folders = {**of_cwd, "PWD": literal(start)}
+
+    def read(counts_python: bool) -> Reader:
         scope = Scope(
-            folders, numbers, not_set(directives), words, bool(words), not words,
-            of_shell=environ.keys(), guesses=guesses, defaults=defaults,
+            {**of_cwd, "PWD": literal(start)}, numbers, not_set(directives), words, bool(words),
+            not words, of_shell=environ.keys(), guesses=guesses, defaults=defaults,
+            counts_python=counts_python,
         )  # fmt: skip
         reader = Reader(scope)
         reader.read(text)
+        return reader
+
+    read(counts_python=False)  # a guess holds for the whole script: what this reading guesses, too
+    reader = read(counts_python=False)
+    if not has_launch(reader.statements):
+        reader = read(counts_python=True)
+    scope = reader.scope
     take_directives(directives, result, name)
     for line, (group, reason) in job.marks.items():
         result.mark(line, line, group, reason)
@@ -358,7 +269,7 @@ def convert(
             "the job is the script that it submits here; the lines around it are read as the job's"
         )
         result.note(job.line, text)
-    launch, at = _choose_launch(reader, result)
+    launch, at = choose_launch(reader, result)
     at = _join_child_shells(reader, at) if launch else at
     _mark_exported(reader.statements)
     sorter = Sorter(reader, result, launch, at, start, name)

@@ -22,6 +22,7 @@ from hpc_ddp.submission.job_script.bash.syntax import (
     source,
     with_counts,
 )
+from hpc_ddp.submission.job_script.bash.values import Value, is_readable, without_tail
 from hpc_ddp.submission.job_script.bash.words import Part, Word, literal, split_text, split_words
 
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?:(:?[-=])(.*))?\})", re.S)
@@ -39,8 +40,6 @@ _READS_DEVICES = re.compile(
 _DEFAULT_IFS = re.compile(r"\"?\$\{?\w+\}?\"?|\$' \\t\\n'")
 # Bash's own variables that have another value each time.
 _CHANGES = re.compile(r"S?RANDOM|SECONDS|LINENO|BASHPID|EPOCH(REAL)?SECONDS")
-# A variable's: a word, those of an array, or None for what only the job knows.
-Value = Word | list[Word] | None
 
 
 @dataclass
@@ -56,12 +55,19 @@ class Scope:
     are_set: bool = False  # a set-up line gives the job the script's arguments
     has_none: bool = False  # the script is taken to be submitted without any
     is_open: bool = False
+    counts_python: bool = False  # plain Python is a launch also in a list or a pipeline
     has_ifs: bool = False  # IFS is not bash's own
     of_shell: Set[str] = frozenset()  # the variables of the shell that will submit
     of_devices: dict[str, str] = field(default_factory=dict)  # lengths of arrays of GPUs, by name
     versions: Counter[str] = field(default_factory=Counter)
     guesses: set[str] = field(default_factory=set)  # variables that are taken to be unset
     defaults: set[str] = field(default_factory=set)  # those whose defaults are used: ${NAME:-x}
+
+    def child(self, arguments: Sequence[Word] | None, are_set: bool) -> Scope:
+        """Return the scope of a child shell, whose assignments change nothing here."""
+        scope = replace(self, arguments=arguments, are_set=are_set)
+        scope.values, scope.versions = {**self.values}, Counter(self.versions)
+        return scope
 
     def words(self, nodes: Iterable[Node], line: int | None = None) -> list[Word]:
         """Expand nodes of a command into words, as the shell does; ``${NAME:=x}`` sets NAME. Their
@@ -133,7 +139,7 @@ class Scope:
         code = [f"${{{name}{tail}}}" for tail in TAILS]  # in a form that is not expanded again
         if isinstance(old, list):
             tail = Word((self._code_part(code[0], True),), old[-1].line if old else 0)
-            self.values[name] = [*_without_tail(old, tail), tail]
+            self.values[name] = [*without_tail(old, tail), tail]
         elif old is not None:
             part = self._code_part(code[1], False)
             is_open = old.parts[-1:] and old.parts[-1].text == part.text
@@ -272,7 +278,7 @@ class Scope:
                 yield from (replace(part, splits=not is_quoted) for part in word.parts)
         elif (
             isinstance(assigned, Word)
-            and _is_readable(assigned, is_quoted)
+            and is_readable(assigned, is_quoted)
             and (not (match and match[3]) or (assigned.text and assigned.is_static))
         ):
             yield from (replace(part, splits=not is_quoted) for part in assigned.parts)
@@ -353,20 +359,6 @@ class Scope:
             return None
 
 
-def _without_tail(words: list[Word], tail: Word) -> list[Word]:
-    return words[:-1] if words and words[-1].text == tail.text else words
-
-
-def _is_readable(assigned: Word, is_quoted: bool) -> bool:
-    """Return whether a value can stand where its variable is used: it is text and names of
-    variables, or has blanks in it, as a command line. Unless `is_quoted`, it must not be a pattern
-    of files, as ``*.py``."""
-    if not is_quoted and any(re.search(r"[*?]", p.text) for p in assigned.parts if not p.is_code):
-        return False
-    blanks = any(re.search(r"\s", p.text.strip()) for p in assigned.parts if not p.is_code)
-    return blanks or all(part.name for part in assigned.code)
-
-
 def _literal(node: Node, start: int, end: int, is_quoted: bool) -> Iterator[Part]:
     """Yield, as one part, the text of a word (`node`) from byte `start` of the script to `end`;
     within double quotes (`is_quoted`) without them and without the backslashes of escapes, except
@@ -378,20 +370,3 @@ def _literal(node: Node, start: int, end: int, is_quoted: bool) -> Iterator[Part
         return
     if text:
         yield Part(text)
-
-
-def is_command(assigned: Value) -> bool:
-    """Return whether a value is one text of several words that does not begin with code, as a
-    command line."""
-    if not isinstance(assigned, Word) or not assigned.parts or assigned.parts[0].is_code:
-        return False
-    text = "".join("$" if part.is_code else part.text for part in assigned.parts)
-    return bool(re.search(r"\S\s+\S", text))
-
-
-def is_known(assigned: Value) -> bool:
-    """Return whether a value can be written in place of its variable: it is text and names of
-    variables, or a command line (`is_command`); for an array one word at least is text."""
-    if isinstance(assigned, Word):
-        return is_command(assigned) or all(part.name for part in assigned.code)
-    return assigned is not None and any(word.is_static for word in assigned)

@@ -10,17 +10,13 @@ from hpc_ddp.core.errors import UsageError
 from hpc_ddp.submission.job_script.bash.quotes import without_quoted_texts
 
 if TYPE_CHECKING:
-    from hpc_ddp.submission.job_script.bash.scope import Scope, Value
+    from hpc_ddp.submission.job_script.bash.scope import Scope
+    from hpc_ddp.submission.job_script.bash.values import Value
 
 Node = Any  # a tree_sitter.Node: the package is optional
 _PLACEHOLDER = re.compile(rb"(?<![^\s=])(<[A-Za-z][\w .-]*>)(?=\s|$)")
 _ARGUMENTS = re.compile(r"(?<!\\)\$(?:[1-9@*#]|\{(?:[1-9@*](?!:?-)[^}]*|#)\})")
 _ALL_ARGUMENTS = re.compile(r"(?<!\\)\$(?:[@*]|\{[@*]\})")
-_HAS_ARGUMENTS = re.compile(
-    r"(\[\[?|test)\s+(\"?\$(#|\{#\})\"?\s+((-gt|-ne|!=|>)\s*\"?0\"?|-ge\s*1)"
-    r"|-n\s+\"?\$(1|\{1:?-?\})\"?|\"?\$(1|\{1:?-?\})\"?\s*!=\s*\"\")(\s+\]\]?)?"
-    r"|\(\(\s*\$(#|\{#\})\s*((>|!=)\s*0\s*)?\)\)"
-)
 # What is added to a text in double quotes: no operator of the shell, but within ``$(…)``.
 _ADDED_TEXT = r"(?:\\[\s\S]|\$\([^()]*\)|[^\"\\;&|<>])*"
 # Lines that end within a word, and what follows of it.
@@ -155,6 +151,12 @@ def commands_of(node: Node) -> list[Node]:
     """Return all commands in a node, in order, and the node itself if it is a command. Commands in
     substitutions are left out."""
     return [inner for inner in _descend(node) if inner.type == "command"]
+
+
+def body_of(node: Node) -> Node:
+    """Return the body of a function, or of a loop that is no ``while``; else the node itself."""
+    body = None if node.type == "while_statement" else node.child_by_field_name("body")
+    return body or node
 
 
 def is_comment(node: Node) -> bool:
@@ -358,31 +360,3 @@ def shift_of(node: Node, text: str, line: int) -> int | None:
     last = node.named_children[-1]
     is_whole = source(last).count("\n") == text.count("\n") and line == last.start_point[0] + 1
     return line - 1 if is_whole and last.type in ("string", "raw_string") else None
-
-
-def starts_on_nodes(loop: str) -> bool:
-    """Return whether a loop's text has a step on a node of its own, as by ``srun -w $NODE`` or
-    ``ssh $NODE``."""
-    words = r"[^\n;]*(\\\n[^\n;]*)*"
-    return bool(re.search(rf"srun{words}\s(-w|-r|--nodelist)|\bssh\s{words}\$", loop))
-
-
-def is_for_arguments(loop: Node) -> bool:
-    """Return whether a loop goes through the script's own arguments, as ``while [ $# -gt 0 ]`` and
-    ``for i in "$@"``."""
-    if loop.type == "for_statement":
-        texts = [source(node) for node in loop.children_by_field_name("value")]
-        return texts in (['"$@"'], ["$@"])
-    is_while = loop.type == "while_statement" and source(loop).startswith("while")
-    return is_while and bool(_HAS_ARGUMENTS.fullmatch(source(loop.named_children[0])))
-
-
-def counter_of(loop: str) -> str:
-    """Return the variable by which a loop counts from 0, or from 1 to one less than a number: `i`
-    of ``for ((i=0; …`` and of ``for i in $(seq 0 …``; '' for another loop."""
-    match = re.match(
-        r"for\s*(?:\(\(\s*(\w+)\s*=\s*(?:0|1\s*;\s*\w+\s*<(?!=)[^;]*)\s*;"
-        r"|(\w+)\s+in\s+\$\(seq (?:0 |1 [^;\n]*-\s*1\b))",
-        loop,
-    )
-    return (match[1] or match[2]) if match else ""

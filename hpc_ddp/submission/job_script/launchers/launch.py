@@ -76,6 +76,11 @@ class Launch:
         if any(map(scope.is_stale, words)):
             self.mark(line, LOST, "a variable in it was set anew before it is used")
 
+    def mark_evaluated(self, words: Sequence[Word], scope: Scope, line: int) -> None:
+        """Note that ``eval`` of `words` in a line makes the launch, as with `mark_stale`."""
+        self.is_evaluated = True
+        self.mark_stale(words, scope, line)
+
     def set_variable(self, word: Word) -> bool:
         """Put a word ``NAME=value`` into the program's environment, where it is no longer unset;
         return whether the word has that form. Another word changes nothing."""

@@ -53,10 +53,12 @@ def read_launch(
         text = remaining[0].text
         name = text.rsplit("/", 1)[-1]
         is_python = re.fullmatch(r"python[\d.]*", name) or (launch.step and "PYTHON" in text)
-        if launch.set_variable(remaining[0]) or name in ("exec", "time", "nohup"):
+        if launch.set_variable(remaining[0]) or name in ("exec", "time", "nohup", "command"):
             if name == "time":
                 launch.mark(remaining[0].line, "", "time is left out: hpc-ddp status has the times")
             remaining.pop(0)
+            while name == "time" and remaining and re.fullmatch("-[apvq]+", remaining[0].text):
+                remaining.pop(0)
         elif handler := read_python if is_python else _handler(name):
             remaining = handler(remaining, launch, scope)
         else:

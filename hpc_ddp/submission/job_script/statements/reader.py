@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 from hpc_ddp.core.job.variables import is_of_hpc_ddp
-from hpc_ddp.submission.job_script.bash import syntax
+from hpc_ddp.submission.job_script.bash import loops, syntax
 from hpc_ddp.submission.job_script.bash.conditions import branches_of, idle_lines, running_branch
 from hpc_ddp.submission.job_script.bash.scope import Scope
 from hpc_ddp.submission.job_script.bash.syntax import Node, commands_of, set_in, source
@@ -46,8 +45,7 @@ class Reader:
         self.of_nodes: set[str] = set()
         self.of_batch: set[str] = set()
         self._functions: dict[str, tuple[Node, Statement, Place]] = {}
-        self._place = Place()
-        self._exports_all = False
+        self._place, self._exports_all = Place(), False
         self.child_shells: list[Statement] = []  # each as one statement, by its number
         self.open_commands: dict[str, list[Statement]] = {}  # assignments (see `grows`)
         self._shells: tuple[int, ...] = ()  # the child shells that are being read
@@ -99,8 +97,7 @@ class Reader:
         shell = Statement(text, self._at(node), inside=self._place.inside, shells=self._shells)
         self.child_shells.append(shell)
         before = self.scope, self._functions, self._exports_all, self._shells
-        self.scope = replace(self.scope, arguments=arguments, are_set=are_set)
-        self.scope.values, self.scope.versions = {**before[0].values}, Counter(before[0].versions)
+        self.scope = self.scope.child(arguments, are_set)
         self._functions = {**self._functions}
         self._shells = (*self._shells, len(self.child_shells) - 1)
         yield
@@ -119,9 +116,8 @@ class Reader:
         and return it. The scope forgets the variables, arguments and folder that a command may
         change. A statement that uses arguments which are not known is lost."""
         text = text or source(node).strip()
-        at = self._at(node)
         statement = Statement(
-            text, at, inside=self._place.inside, shells=self._shells, **known_facts
+            text, self._at(node), inside=self._place.inside, shells=self._shells, **known_facts
         )
         if not (statement.name or statement.launch or statement.defines):
             statement.sets = set_in(node)
@@ -186,8 +182,7 @@ class Reader:
             count = len(self.statements)
             self._read_text(code, node, self._place.step)
             for launch in (s.launch for s in self.statements[count:] if s.launch):
-                launch.is_evaluated = True
-                launch.mark_stale(words, self.scope, at)
+                launch.mark_evaluated(words, self.scope, at)
             return
         if first == "shift" and self.scope.arguments is not None:
             self.scope.shift_arguments(words[-1])
@@ -271,16 +266,17 @@ class Reader:
     ) -> bool:
         """Return whether a part of the script, or the text of a part, may start the training. It is
         read apart, in tasks of `step` and with `arguments` ('', None: as at the place read now), so
-        that no statement is added here. Plain Python counts only in a text or a task."""
-        scope = replace(self.scope, values=self.scope.values.copy(), versions=Counter())
-        scope.arguments = self.scope.arguments if arguments is None else arguments
-        probe = Reader(scope)
+        that no statement is added here. Plain Python counts in a text or a task, else by
+        `Scope.counts_python`."""
+        given = self.scope.arguments if arguments is None else arguments
+        probe = Reader(self.scope.child(given, self.scope.are_set))
         probe._place = self._place.looked_at(step)
         probe._functions = {n: f for n, f in self._functions.items() if f[0] is not part}
         node = syntax.parse(part) if isinstance(part, str) else part
-        for command in commands_of(node.child_by_field_name("body") or node):
+        for command in commands_of(syntax.body_of(node)):
             probe._command(command)
-        least = 0 if isinstance(part, str) or probe._place.step or probe._place.in_text else 1
+        is_apart = isinstance(part, str) or probe._place.step or probe._place.in_text
+        least = 0 if is_apart or self.scope.counts_python else 1
         return any(s.launch is not None and s.launch.weight > least for s in probe.statements)
 
     def _list(self, node: Node) -> None:
@@ -370,7 +366,7 @@ class Reader:
         over the nodes (`of_nodes` then gets its variables, but for a counter), as the statements of
         its body; any other as one that is lost. One over arguments that are not there goes."""
         text, has_launch = source(node), self._has_launch(node)
-        if self.scope.arguments is None and self.scope.has_none and syntax.is_for_arguments(node):
+        if self.scope.arguments is None and self.scope.has_none and loops.is_for_arguments(node):
             self.scope.defaults.add("@")
             self._resolve(node, "the script's arguments: there are none", OURS)
             return
@@ -382,14 +378,18 @@ class Reader:
             self._resolve(node, "a loop over one word")
             self._walk(node.child_by_field_name("body"))
             return
-        if not has_launch or not syntax.starts_on_nodes(text):
+        if has_launch and (command := loops.retried_command(node)):
+            self._resolve(node, "hpc-ddp starts it again after a failure", OURS)
+            self._walk(command)
+            return
+        if not has_launch or not loops.starts_on_nodes(text):
             reason = "a loop of launches: hpc-ddp sweep, or a job for each"
             self._add(node, lost=reason if has_launch else "")
             return
         for name in set_in(node):
             self.scope.set(name, None)
             self.of_nodes.add(name)
-        if name := syntax.counter_of(text):  # it is the node's number, which each task knows
+        if name := loops.counter_of(text):  # it is the node's number, which each task knows
             self.scope.set(name, Word((Part("$SLURM_NODEID", True),)))
             self.of_nodes.discard(name)
         self._resolve(node, "a loop over the nodes: hpc-ddp starts all of them")

@@ -8,7 +8,8 @@ from collections.abc import Set
 from typing import NamedTuple
 
 from hpc_ddp.core.job.variables import is_of_hpc_ddp, is_of_worker
-from hpc_ddp.submission.job_script.bash.scope import OF_A_JOB, is_command, is_known
+from hpc_ddp.submission.job_script.bash.scope import OF_A_JOB
+from hpc_ddp.submission.job_script.bash.values import is_command, is_known
 from hpc_ddp.submission.job_script.bash.words import Word
 from hpc_ddp.submission.job_script.conversion import (
     ATTEMPTED,

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from hpc_ddp.submission.job_script.bash import syntax
-from hpc_ddp.submission.job_script.bash.scope import Value
+from hpc_ddp.submission.job_script.bash.values import Value
 from hpc_ddp.submission.job_script.bash.words import Word
 from hpc_ddp.submission.job_script.launchers.launch import Launch
 

@@ -72,7 +72,8 @@ class RandomScript(random.Random):
                 f'{name}="${name} --e \\"x y\\""', f'{name}="${name} $(echo --sub | cat)"',
                 f'{name}="${name} \\\n    --nl"', f'{name}="env Q=1 ${name}"',
                 f'{name}="${{{name}/1/2}}"',
-                f"{name}+=\" --t 'a b'\"", f'{name}="${name} > log"',
+                f"{name}+=\" --t 'a b'\"",
+                f'{name}="${name} {"> log" if name == "CMD" else "--z"}"',
             )  # fmt: skip
         return self.choice(forms)
 

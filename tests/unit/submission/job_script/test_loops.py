@@ -1,4 +1,4 @@
-"""Job scripts that start each node by a line of its own, and how bash splits their lines."""
+"""Loops of job scripts: over the nodes, and of launches that are tried again; and IFS."""
 
 from __future__ import annotations
 
@@ -110,3 +110,34 @@ def test_how_bash_splits_words_stays(tmp_path: Path) -> None:
     settings = of_text(tmp_path, HEAD + "DIRS=a,b\n" + "\n".join(lines)).settings()
     assert settings["setup"][:3] == ["DIRS=a,b", *lines[:2]]
     assert settings["setup"][-1] == "unset IFS"
+
+
+TRY = "srun torchrun --nproc_per_node=2 train.py --a 1"
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [
+        f"until {TRY}; do\n  sleep 5\ndone\n",
+        f"while ! {TRY}; do sleep 5; done\n",
+        f"for i in 1 2 3; do\n  {TRY} && break\n  echo again\n  sleep 5\ndone\n",
+        f"while true; do\n  if {TRY}; then break; fi\n  sleep $((RANDOM % 9))\ndone\n",
+        f"while :; do\n  {TRY}\n  [ $? -eq 0 ] && break\n  sleep 5\ndone\n",
+    ],
+)
+def test_a_launch_that_is_tried_again(loop: str, tmp_path: Path) -> None:
+    conversion = of_text(tmp_path, HEAD + loop)
+    assert conversion.settings() == expected()
+    assert lost(conversion, HEAD + loop) == []
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [
+        f"for i in 1 2; do\n  {TRY} --seed $i && break\ndone\n",
+        f"for i in 1 2; do\n  {TRY}\ndone\n",
+        f"while true; do\n  {TRY} && break\n  rm -rf out\ndone\n",
+    ],
+)
+def test_a_loop_that_does_more_is_named(loop: str, tmp_path: Path) -> None:
+    assert 4 in lost(of_text(tmp_path, HEAD + loop), HEAD + loop)

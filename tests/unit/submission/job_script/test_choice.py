@@ -1,0 +1,57 @@
+"""Which launch of a job script is the training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hpc_ddp.submission.job_script.conversion import LOST, Conversion
+from hpc_ddp.submission.job_script.convert import convert
+
+HEAD = "#!/bin/bash\n#SBATCH --nodes=1 --gpus-per-node=1\n"
+RUN = "python train.py --a 1"
+
+
+def of_text(tmp_path: Path, text: str) -> Conversion:
+    for name in ("train.py", "src/train.py", "prepare.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("import torch\n")
+    return convert(HEAD + text, tmp_path, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        f"{RUN} || exit 1", f"{RUN} && echo done", f"{RUN} 2>&1 | tee log", f"{RUN} > log.txt 2>&1",
+        f"if {RUN}; then\n  echo ok\nelse\n  exit 1\nfi", f"time {RUN} > log &\nwait",
+        f"{{ {RUN}; }} 2>&1 | tee log", f"nohup {RUN} > out.log", f"command {RUN}",
+        f"/usr/bin/time -v {RUN}", f"{RUN} &\nPID=$!\nwait $PID",
+    ],
+)  # fmt: skip
+def test_plain_python_wherever_it_stands(line: str, tmp_path: Path) -> None:
+    conversion = of_text(tmp_path, f"{line}\n")
+    settings = conversion.settings()
+    assert (settings["script"], settings["args"]) == ("train.py", ["--a", "1"])
+    assert LOST not in {conversion.group(n)[0] for n in range(3, 3 + line.count("\n") + 1)}
+
+
+@pytest.mark.parametrize("line", [f"(cd src && {RUN})", f"cd src && {RUN}"])
+def test_plain_python_in_another_folder(line: str, tmp_path: Path) -> None:
+    settings = of_text(tmp_path, f"{line}\n").settings()
+    assert (settings["script"], settings["chdir"]) == ("src/train.py", "src")
+
+
+def test_of_plain_programs_the_one_that_trains_is_the_launch(tmp_path: Path) -> None:
+    settings = of_text(tmp_path, f"python prepare.py --to d\n{RUN}\n").settings()
+    assert (settings["script"], settings["setup"]) == ("train.py", ["python prepare.py --to d"])
+
+
+def test_a_launcher_comes_before_plain_python(tmp_path: Path) -> None:
+    text = (
+        "python prepare.py > log\ntorchrun --nproc_per_node=1 train.py\npython eval.py | tee log\n"
+    )
+    conversion = of_text(tmp_path, text)
+    assert conversion.settings()["script"] == "train.py"
+    assert conversion.settings()["setup"] == ["python prepare.py > log"]
+    assert conversion.group(5)[0] == LOST
