@@ -268,8 +268,8 @@ class Reader:
         read apart, in tasks of `step` and with `arguments` ('', None: as at the place read now), so
         that no statement is added here. Plain Python counts in a text or a task, else by
         `Scope.counts_python`."""
-        given = self.scope.arguments if arguments is None else arguments
-        probe = Reader(self.scope.child(given, self.scope.are_set))
+        arguments = self.scope.arguments if arguments is None else arguments
+        probe = Reader(self.scope.child(arguments, self.scope.are_set))
         probe._place = self._place.looked_at(step)
         probe._functions = {n: f for n, f in self._functions.items() if f[0] is not part}
         node = syntax.parse(part) if isinstance(part, str) else part
