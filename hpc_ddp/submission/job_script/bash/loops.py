@@ -1,4 +1,4 @@
-"""What loops of a job script are for: the nodes, the script's arguments, or a launch that fails."""
+"""The purposes of loops in a job script: the nodes, the arguments, or a launch that may fail."""
 
 from __future__ import annotations
 
