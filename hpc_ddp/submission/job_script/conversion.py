@@ -27,10 +27,14 @@ PRINTS = re.compile(
     r"|set\s*($|[|>;])"
 )
 # A trap that prints how a command has failed, and may end the script.
-PRINTS_ON_ERROR = (
-    r"trap\s+(--\s+)?(?P<quote>[\"'])(\s*(echo|printf|date|exit)\b"
-    r"(\\.|\$\((date|hostname)[^()`$]*\)|[12]?>&2|\$[\w?{!]|(?!(?P=quote))[^\\$`<>|&;])*;?)+"
-    r"(?P=quote)\s+ERR"
+_PRINTING = (
+    r"(?P<quote>[\"'])(\s*(\w+=\$\?|(echo|printf|date|exit)\b"
+    r"(\\.|\$\((date|hostname)[^()`$]*\)|[12]?>&2|\$[\w?{!]|(?!(?P=quote))[^\\$`<>|&;])*);?)+"
+)
+PRINTS_ON_ERROR = rf"trap\s+(--\s+)?{_PRINTING}(?P=quote)\s+ERR"
+_PRINTS_ON_SIGNAL = (
+    rf"trap\s+(--\s+)?{_PRINTING.replace('quote', 'mark')}(?P=mark)"
+    r"(\s+(SIG)?(INT|TERM|HUP|QUIT|USR[12]|[1-3]|15))+\s*$"
 )
 # A trap for the script's end, which may name signals as well.
 ON_EXIT = re.compile(
@@ -60,7 +64,7 @@ _REQUEUES = (
 # Texts that a command prints, as one on the script's usage, and comments: no command is in them.
 PRINTED_TEXT = re.compile(
     r"\b(echo|printf|log\w*|die|fail|warn|error|usage)\s+(-\w+\s+)*"
-    r"(\"(\\.|[^\"\\`$]|\$(?!\())*\"|'[^']*')|\{\w+:?\?[^{}`$]*\}|<<-?\s*[\"']?(?P<end>\w+)[\"']?\n.*?^\s*(?P=end)$|^\s*#.*?$",
+    r"(\"(\\.|[^\"\\`$]|\$(?!\()|\$\((date|pwd|hostname|whoami)[^()\"]*\))*\"|'[^']*')|\{\w+:?\?[^{}`$]*\}|<<-?\s*[\"']?(?P<end>\w+)[\"']?\n.*?^\s*(?P=end)$|^\s*#.*?$",
     re.S | re.M,
 )
 _NAMES_COMMAND = re.compile("sbatch|scancel|pkill|killall")  # which a printed text may name
@@ -77,7 +81,8 @@ TextAt = tuple[str, int]  # a text, and the line of the script that it comes fro
 # What can't be taken over, and what hpc-ddp does itself: pattern, place, and reason.
 Rules = tuple[tuple[str, tuple[bool, ...], str], ...]
 REFUSED: Rules = (
-    (rf"(?!.*({_REQUEUES}))(?!{PRINTS_ON_ERROR}\s*(\n|$))(?!{ON_EXIT.pattern})trap\s", _AROUND,
+    (rf"(?!.*({_REQUEUES}))(?!{PRINTS_ON_ERROR}\s*(\n|$)|{_PRINTS_ON_SIGNAL})"
+     rf"(?!{ON_EXIT.pattern})trap\s", _AROUND,
      "a trap: notices reach the workers; clean-up: teardown = […]"),
     (r".*(=[\"']?(<[^<>\n|&;()]+>|your[-_]\w+)|\s'<[A-Za-z][\w .-]*>'(?m:\s*(#|$)))",
      _AROUND,
@@ -90,7 +95,7 @@ REFUSED: Rules = (
     (rf"(?!.*({_REQUEUES})).*\bsbatch\s", _AROUND,
      "it submits another job: sbatch --dependency=afterok:ID … behind hpc-ddp submit"),
     (r".*\b(ssh|pdsh|clush)\s", _AROUND, "it runs something on other hosts: node-setup, if needed"),
-    (r"(?!exit\b|wait\b|\w+=\$!$).*(\$[?!]|\bwait \$|PIPESTATUS)", _AFTER,
+    (r"(?!exit\b|wait\b|\w+\+?=\(?\"?\$!\"?\)?$).*(\$[?!]|\bwait \$|PIPESTATUS)", _AFTER,
      "it asks how the launch ended: hpc-ddp decides by that; see its verdict"),
     (r"(?!\w+=|(echo|printf|log|which|pip3?|module)\b).*(\b(torchrun\S*|deepspeed|accelerate\s+launch)"
      r"|torch\.distributed\.(run|launch))\s.*(\.py\b|\s-m\s)", _AROUND,
@@ -101,6 +106,12 @@ REFUSED: Rules = (
 DECIDED: Rules = (
     (f".*({_REQUEUES})", _AROUND, "the job is requeued until it has finished"),
     (r"(wait|exit)\b", _AROUND, "hpc-ddp waits for the workers, and ends the job"),
+    (
+        r"for\s+\w+\s+in\s[^;\n]*(;|\n)\s*do\s+wait\s[^;\n]*(;|\n)\s*done$",
+        _AFTER,
+        "hpc-ddp waits for the workers, and ends the job",
+    ),
+    (_PRINTS_ON_SIGNAL, _AROUND, "hpc-ddp says which signal came, and why a job ends"),
     (r"sleep\s", _AFTER, "hpc-ddp waits for the workers, and ends the job"),
 )
 _ADDRESS = "MASTER_ADDR"  # of the first node: a worker has it, whatever line would set it

@@ -250,7 +250,8 @@ def _take_python(launch: Launch, result: Conversion, has_environment: bool) -> N
     is_in_image = bool(launch.settings.keys() & without)
     is_brought = brings and not is_in_image and launch.program
     if is_brought or has_environment or re.search("[/$]", python[0].text):
-        launch.settings["python"] = [literal(_of_home(python[0].text), python[0].line)]
+        path = literal(_of_home(python[0].text), python[0].line)
+        launch.settings["python"] = [python[0] if "$" in path.text else path]
 
 
 def _take_image(launch: Launch, directives: Directives, result: Conversion) -> None:

@@ -17,6 +17,7 @@ _HAS_ARGUMENTS = re.compile(
     r"|-n\s+\"?\$(1|\{1:?-?\})\"?|\"?\$(1|\{1:?-?\})\"?\s*!=\s*\"\")(\s+\]\]?)?"
     r"|\(\(\s*\$(#|\{#\})\s*((>|!=)\s*0\s*)?\)\)"
 )
+_GETOPTS = re.compile(r"getopts\s+\S+\s+\w+$")
 # Commands between two tries of a launch.
 _PAUSES = {"echo", "printf", "date", "sleep", "break", "exit", "true", ":", "test", "let"}
 
@@ -25,17 +26,20 @@ def starts_on_nodes(loop: str) -> bool:
     """Return whether a loop's text has a step on a node of its own, as by ``srun -w $NODE`` or
     ``ssh $NODE``."""
     words = r"[^\n;]*(\\\n[^\n;]*)*"
-    return bool(re.search(rf"srun{words}\s(-w|-r|--nodelist)|\bssh\s{words}\$", loop))
+    return bool(
+        re.search(rf"(srun|\$\{{?SRUN\w*){words}\s(-w|-r|--nodelist)|\bssh\s{words}\$", loop)
+    )
 
 
 def is_for_arguments(loop: Node) -> bool:
-    """Return whether a loop goes through the script's own arguments, as ``while [ $# -gt 0 ]`` and
-    ``for i in "$@"``."""
+    """Return whether a loop goes through the script's own arguments, as ``while [ $# -gt 0 ]``,
+    ``while getopts a:b opt`` and ``for i in "$@"``."""
     if loop.type == "for_statement":
         texts = [source(node) for node in loop.children_by_field_name("value")]
         return texts in (['"$@"'], ["$@"])
     is_while = loop.type == "while_statement" and source(loop).startswith("while")
-    return is_while and bool(_HAS_ARGUMENTS.fullmatch(source(loop.named_children[0])))
+    condition = source(loop.named_children[0])
+    return is_while and bool(_HAS_ARGUMENTS.fullmatch(condition) or _GETOPTS.match(condition))
 
 
 def counter_of(loop: str) -> str:

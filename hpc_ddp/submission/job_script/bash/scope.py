@@ -332,6 +332,18 @@ class Scope:
         is_factor = once and (twice, thrice) == (2 * once, 3 * once)
         return once if is_factor and "SLURM_NNODES" not in self.numbers else None
 
+    def is_each_gpu(self, word: Word) -> bool:
+        """Return whether a word stands for the product of the job's nodes and a node's GPUs, both
+        of which are not known."""
+        names = ("SLURM_NNODES", "SLURM_JOB_NUM_NODES", "SLURM_GPUS_PER_NODE", "SLURM_GPUS_ON_NODE")
+        if self.numbers.keys() & {*names}:
+            return False
+        products = [
+            replace(self, numbers={**dict.fromkeys(names[:2], n), **dict.fromkeys(names[2:], 10)})
+            for n in (2, 3)
+        ]
+        return [scope.number(word) for scope in products] == [20, 30]
+
     def number(self, word: Word | None, pending: tuple[str, ...] = ()) -> int | None:
         """Return the whole number that a word stands for in the job, as 16 for
         ``$((8*SLURM_NNODES))`` on two nodes; None where it is not known. `pending` has the

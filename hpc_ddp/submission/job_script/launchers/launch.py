@@ -185,7 +185,8 @@ class Launch:
             return
         is_counted = key[:2] in ("no", "ta", "pr")
         is_known = operand is None or re.fullmatch(r"\$\{?SLURM_\w+\}?", operand.text)
-        if number is None and is_counted and not is_known:
+        is_each_gpu = key == "processes" and operand and scope.is_each_gpu(operand)
+        if number is None and is_counted and not (is_known or is_each_gpu):
             text = f"{option}: only the job knows it: nodes, nproc-per-node = N"
             if ends:
                 text = f'{option}: a range: nodes = "{ends[0]}"'

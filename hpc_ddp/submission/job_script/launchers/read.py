@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from hpc_ddp.submission.job_script.bash.scope import Scope
 from hpc_ddp.submission.job_script.bash.words import Word, literal
-from hpc_ddp.submission.job_script.conversion import LOST
+from hpc_ddp.submission.job_script.conversion import LOST, OURS
 from hpc_ddp.submission.job_script.launchers.accelerate import read_accelerate
 from hpc_ddp.submission.job_script.launchers.launch import Launch
 from hpc_ddp.submission.job_script.launchers.options import (
@@ -34,6 +34,8 @@ _NO_MODULE = re.compile(
     r"|zipfile|tarfile|torch\.utils\.collect_env|.*\.info|ipykernel.*|jupyter.*"
 )
 
+_TORCH_MODULE = re.compile(r"-u?m (torch\.distributed\.(run|launch)|accelerate\.commands\.launch)")
+
 # Reads a launcher at the beginning of words into a launch, and returns the words behind.
 Handler = Callable[[list[Word], Launch, Scope], list[Word]]
 
@@ -53,19 +55,26 @@ def read_launch(
         text = remaining[0].text
         name = text.rsplit("/", 1)[-1]
         is_python = re.fullmatch(r"python[\d.]*", name) or (launch.step and "PYTHON" in text)
+        behind = [word.text for word in remaining[1:3]]
+        starts_torch = remaining[0].code and _TORCH_MODULE.fullmatch(" ".join(behind))
         if launch.set_variable(remaining[0]) or name in ("exec", "time", "nohup", "command"):
             if name == "time":
                 launch.mark(remaining[0].line, "", "time is left out: hpc-ddp status has the times")
             remaining.pop(0)
             while name == "time" and remaining and re.fullmatch("-[apvq]+", remaining[0].text):
                 remaining.pop(0)
-        elif handler := read_python if is_python else _handler(name):
+        elif handler := read_python if is_python or starts_torch else _handler(name):
             remaining = handler(remaining, launch, scope)
+        elif remaining[0].code and behind[:1] == ["exec"] and _names_image(remaining[2:]):
+            remaining = read_image(remaining, launch, scope)
+            del launch.settings["container-tool"]  # the one that is there
         else:
             is_program = re.fullmatch(r"\.{0,2}/\S+|\S+\.sh|bash", text) or remaining[0].code
             if launch.step and (not step or is_program):
                 take_command(remaining, launch)
             break
+    if in_loop and launch.tasks:
+        launch.tasks_per_node, launch.tasks = launch.tasks, None
     if launch.program is None:  # torchrun --version
         launch.weight = 0
     return launch
@@ -75,6 +84,13 @@ def _handler(name: str) -> Handler | None:
     """Return the function that reads the launcher `name`, None for another command. A name that
     begins with ``torchrun``, as a site's own launcher has, is read as torchrun."""
     return read_torchrun if re.fullmatch(r"torchrun[\w-]*", name) else _HANDLERS.get(name)
+
+
+def _names_image(words: Sequence[Word]) -> bool:
+    """Return whether words behind ``exec`` are those of a container tool: with its options, or with
+    the file of an image."""
+    pattern = re.compile(r"--(nv|rocm|bind|cleanenv)\b.*|-B|.*\.(sif|simg)")
+    return any(pattern.fullmatch(word.text) for word in words)
 
 
 def _read_tool(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
@@ -93,6 +109,8 @@ def _read_tool(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
     if launch.step or is_alone:
         take_command(words, launch)
         launch.weight = inner.weight if is_alone else 3 if name == "uv" else launch.weight
+    elif name == "stdbuf" and at < len(words):
+        launch.mark(words[0].line, OURS, "stdbuf: Python's output has no buffer")
     elif at < len(words):
         launch.mark(words[0].line, LOST, f"{words[0].text} before the launch: there is no such key")
     return words[at:]
@@ -103,6 +121,9 @@ def read_python(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
     are lost, except ``-u``. A module that trains nothing, as pip, is no launch."""
     python, remaining = words[0], words[1:]
     launch.settings["python"] = [python]
+    if remaining and re.fullmatch(r"-[uEsSIBOqvx]+m", remaining[0].text):  # python -um module
+        line = remaining[0].line
+        remaining[:1] = [literal(remaining[0].text[:-1], line), literal("-m", line)]
     while remaining and re.fullmatch(r"-[uEsSIBOqvx]+|-[WX].*", remaining[0].text):
         flag = remaining.pop(0)
         if flag.text in ("-W", "-X") and remaining:

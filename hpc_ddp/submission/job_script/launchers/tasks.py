@@ -81,7 +81,9 @@ _SSH_WITH_VALUE = re.compile("-[BbcDEeFIiJLlmOopQRSWw]")
 
 _NO_TRAINING = re.compile(
     r"(.*/)?(hostname|nvidia-smi|rocm-smi|echo|mkdir|cp|mv|rm|ls|cat|date|sleep|ray|rsync|tar|unzip"
-    r"|env|printenv|pkill|kill|chmod|ln|true|test|find|lscpu|ip|ifconfig|which|df|sbcast|enroot|nvcc)"
+    r"|env|printenv|pkill|kill|killall|chmod|chown|ln|true|test|find|lscpu|ip|ifconfig|which|df|du"
+    r"|sbcast|enroot|nvcc|pip3?|wget|curl|git|touch|tee|sed|awk|grep|free|uptime|whoami"
+    r"|id|pwd|gzip|gunzip|zstd|unsquashfs|scontrol|ping)"
 )
 
 

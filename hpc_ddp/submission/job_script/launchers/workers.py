@@ -23,13 +23,15 @@ _TORCHRUN = {
     # Of composer and deepspeed, too.
     "|".join(
         [
-            "rdzv-.*|nnode|use-env|world-size|num-nodes|hostfile|stdout|stderr|include|i|base-rank|verbose",
+            "rdzv-.*|nnode|use-env|world-size|num-nodes|hostfile|stdout|stderr|include|i|base-rank|verbose"
+            "|no-local-rank|no-ssh(-check)?|force-multi|launcher",
             *TORCHRUN_SETTLED,
         ]
     ): "ours",
     ".*": "+torchrun",
 }
 
+_ALL_GPUS = re.compile(r"gpu|auto|\$\{?SLURM_GPUS_(ON|PER)_NODE\}?")  # a worker for each
 _TORCHRUN_FLAGS = re.compile(
     "standalone|module|m|no-python|run-path|use-env|v|verbose"
     # Of composer and deepspeed.
@@ -75,7 +77,7 @@ def read_torchrun(words: list[Word], launch: Launch, scope: Scope) -> list[Word]
         launch.workers = 1  # its default
     for option in counts:
         count, at = options.get(option, (literal("gpu"), 0))
-        if scope.number(count) is None and (not count or count.text not in ("gpu", "auto")):
+        if scope.number(count) is None and not (count and _ALL_GPUS.fullmatch(count.text)):
             text = "only the job knows it: nproc-per-node = N"
             launch.mark(at, LOST, f"{name} --{option}: {text}")
     if name == "composer":

@@ -46,8 +46,10 @@ def choose_launch(reader: Reader, result: Conversion) -> tuple[Launch | None, in
         entry for entry in candidates
         if entry[1] is start or (entry[1].inside and entry[1].text == start.text)
     ][-1]  # fmt: skip
+    training_is_named = (at, chosen, training) in named
     for index, statement, launch in launches:
-        is_plain = best == 1 or (index, statement, launch) not in complete
+        entry = (index, statement, launch)
+        is_plain = best == 1 or entry not in complete or (entry not in named and training_is_named)
         if index < at and complete and is_plain:
             statement.launch = None  # a preparation
         elif statement is not chosen:

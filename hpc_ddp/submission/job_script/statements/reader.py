@@ -159,7 +159,9 @@ class Reader:
             for child in node.named_children:
                 if child.type == "variable_assignment":
                     self._variable_assignment(child, exported)
-                elif child.type == "variable_name" and exported:
+                elif child.type == "variable_name" and not exported:
+                    self._resolve(child, "it sets nothing", OURS)
+                elif child.type == "variable_name":
                     name = source(child)
                     self._add(child, name=name, assigned=self.scope.values.get(name), exported=True)
 
@@ -203,6 +205,7 @@ class Reader:
             launch.mark(at, LOST, "its standard input: the program has none")
         launch.mark_stale([*launch.words, launch.inner or literal("")], self.scope, at)
         if launch.inner is not None and self._has_launch(inner_text(launch.inner), launch.step):
+            self._resolve(around or node, "the launch")
             self._read_inner(launch, node, output)
         elif not launch.weight or launch.inner is not None:
             is_of_arguments = first in ("shift", "getopts") and not self.scope.are_set
@@ -225,7 +228,6 @@ class Reader:
         with self._child_shell(node, outer.args, False):
             self._read_text(inner_text(word), node, step, outer.inner.line)
         self._place = place
-        self._resolve(node, "the launch")
         earlier = set(map(id, before))
         for statement in (s for s in self.statements if id(s) not in earlier):
             statement.outer = outer if statement.inside else None
@@ -285,8 +287,7 @@ class Reader:
         commands = [child for child in commands_of(node) if self._has_launch(child)]
         first, last = node.named_children[0], node.named_children[-1]
         if commands and node.type == "list":
-            is_alternative = "||" in [child.type for child in node.children]
-            is_test = re.match(r"(\[|test\b|!)", source(first)) or is_alternative
+            is_test = re.match(r"(\[|test\b|!)", source(first)) or node.children[1].type == "||"
             if is_test and not self._has_launch(first):
                 self._add(node, lost=_CHOOSES)
                 return
@@ -343,8 +344,7 @@ class Reader:
         condition's statements. Else, if the job script tells which branch runs, maybe none, append
         the statements of that one. Else append the whole as one statement, which is lost if a
         launch is in it."""
-        has_launch = self._has_launch(node)
-        branches = list(branches_of(node))
+        has_launch, branches = self._has_launch(node), list(branches_of(node))
         first, *bodies = node.named_children
         if has_launch and all(map(syntax.only_reports, bodies)) and self._has_launch(first):
             self._resolve(node, VERDICT, OURS)

@@ -75,6 +75,7 @@ class Refusals:
         unknown = dict.fromkeys(self._of_nodes, "a loop")
         training = next((s for s in self._statements if s.launch and s.launch is self.launch), None)
         is_beside = False  # the launch runs in the background there
+        has_no_hostfile = False
         status: set[str] = set()  # variables that have the launch's exit code
         files: dict[str, str] = {}  # that a lost statement writes, with its line
         of_address: set[str] = set()  # variables that only serve to find the first node's address
@@ -100,6 +101,10 @@ class Refusals:
                 continue
             if not statement.lost:
                 statement.lost = self._refusal(statement, index, training, is_beside)
+            if (statement.lost or has_no_hostfile) and self._is_for_hostfile(statement):
+                statement.lost, statement.decided = "", "hpc-ddp starts the workers on all nodes"
+                has_no_hostfile = True
+                continue
             reads = () if PRINTS.match(statement.text) else files
             for file in (file for file in reads if _names_file(statement.text, file)):
                 statement.lost = statement.lost or f"it needs {file}, of {files[file]}"
@@ -114,6 +119,25 @@ class Refusals:
                 elif statement.name:
                     unknown.pop(name, None)
         return unknown, self._at
+
+    def _is_for_hostfile(self, statement: Statement) -> bool:
+        """Return whether a statement only writes the launcher's file of hosts, or prints it."""
+        options = self.launch.options if self.launch else {}
+        operands = [options[name][0] for name in ("hostfile", "machinefile") if name in options]
+        if not operands or operands[0] is None:
+            return False
+        file = operands[0].text.removeprefix("./")
+        files = {*map(self._path_of, syntax.files_written(statement.text))}
+        match = re.fullmatch(r"cat\s+[\"']?([^\s\"']+)[\"']?", statement.text)
+        is_print = match and self._path_of(match[1]) == file
+        return files == {file} or bool(is_print)
+
+    def _path_of(self, text: str) -> str:
+        """Return a path, in which variables that are set once have their values."""
+        name = re.match(r"\$\{?(\w+)\}?", text)
+        assigned = self.assigned[name[1]].assigned if name and name[1] in self.assigned else None
+        start = assigned.text if isinstance(assigned, Word) and name else ""
+        return (start + text[name.end() :] if start and name else text).removeprefix("./")
 
     def _finds_address(
         self, statement: Statement, of_address: Set[str], unknown: Mapping[str, str]
