@@ -116,7 +116,7 @@ DECIDED: Rules = (
 )
 _ADDRESS = "MASTER_ADDR"  # of the first node: a worker has it, whatever line would set it
 # Settings that the batch script fills in, before a task has variables of its own.
-_OF_THE_STEP = ("image", "container", "container-options", "srun", "mpirun")
+_OF_THE_STEP = ("image", "container", "container-options", "srun", "mpirun", "python")
 
 
 @dataclass

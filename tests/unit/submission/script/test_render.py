@@ -496,3 +496,8 @@ def test_nodes_wait_longer_for_one_with_lines_of_its_own() -> None:
     for lines, seconds in (((), 600), (("cp -r /data /tmp",), 3600)):
         script = _render(node_setup=lines).whole()
         assert f"join_timeout={seconds},read_timeout={seconds}" in script
+
+
+def test_a_python_that_is_a_variable_is_expanded() -> None:
+    text = _render(python="$ENV/bin/python", setup=("ENV=/e",), expand=("ENV",)).whole()
+    assert '_python="${ENV?is not set, and --expand names it}"/bin/python' in text
