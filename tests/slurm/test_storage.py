@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import shutil
+import sys
 import time
 from collections.abc import Iterator
 
@@ -14,9 +15,12 @@ from harness import (
     DIGITS,
     DIGITS_ARGS,
     SCRIPTS,
+    TWO_BY_ONE,
     TWO_BY_TWO,
+    WALK,
     Hpc,
     Job,
+    in_one_go,
     same_weights,
     use,
 )
@@ -97,3 +101,24 @@ def test_saves_that_never_succeed_end_the_run(hpc: Hpc, undisturbed: Job) -> Non
     again = hpc.submit("--run", str(job.run.path), env=EVERY_SECOND)
     assert again.end() == "COMPLETED", again.output()
     assert same_weights(again, undisturbed)
+
+
+@pytest.mark.more
+def test_a_python_that_is_away_is_waited_for(hpc: Hpc, cluster: Cluster, walked: Job) -> None:
+    """As on a file system that is mounted when it is first asked for."""
+    env = cluster.scratch / "env"
+    env.mkdir()
+    python = env / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    job = hpc.submit(*TWO_BY_ONE, "--python", str(python), str(WALK), "--hold-at", "10")
+    job.held(10)
+    env.rename(env.with_suffix(".away"))
+    job.preempt()
+    job.until(lambda: job.run.attempt(1).path.exists(), "the second attempt")
+    time.sleep(SECONDS)
+    env.with_suffix(".away").rename(env)
+    assert job.end() == "COMPLETED", job.output()
+    assert len(job.run.attempts()) == 2
+    assert in_one_go(job)
+    assert same_weights(job, walked)

@@ -38,11 +38,16 @@ _ABORTED = re.compile(  # but for the lines of a C++ stack, which name the watch
 # NCCL's watchdog meets such errors of the rank's own kernels, and ends the process for them.
 _OF_DEVICE = re.compile(r"(?:CUDA|HIP) error: (?!.*(?:CUDA|HIP) error: ).*")
 # An error that the machine makes, and no script: of a disk (EIO, ENXIO, ENODEV, ENOTCONN,
-# ESHUTDOWN, ESTALE), of an accelerator that has failed or is not there, or of its driver.
+# ESHUTDOWN, ESTALE; of the node's own also ENOSPC, EROFS and EUCLEAN), of an accelerator that has
+# failed or is not there, or of its driver.
 _OF_MACHINE = re.compile(
-    r"\[Errno (?:5|6|19|107|108|116)\]|uncorrectable ECC|GPU (?:is lost|has fallen off)|\bXid\b"
-    r"|No \w+ (?:GPU|XPU|NPU|device)s? (?:is|are) available|no \w+-capable device"
-    r"|[Ff]ound no \w+ driver|driver/library version mismatch|system not yet initialized"
+    r"\[Errno (?:5|6|19|107|108|116)\]"
+    r"|\[Errno (?:28|30|117)\][^']*'/(?:tmp|var/tmp|dev/shm|local\w*)/"
+    r"|No usable temporary directory|uncorrectable (?:ECC|NVLink)|GPU (?:is lost|has fallen off)"
+    r"|\bXid\b|No \w+ (?:GPU|XPU|NPU|device)s? (?:is|are) available|no \w+-capable device"
+    r"|device\(s\) is/are busy or unavailable|hardware stack error|(?:CUDA|HIP) unknown error"
+    r"|[Ff]ound no \w+ driver|[Dd]river/library version mismatch|NVML/RM version mismatch"
+    r"|unsupported display driver|forward compatibility was attempted|system not yet initialized"
 )
 # As faulthandler prints it for a fatal signal: where the thread was that got it.
 _CRASHED = re.compile(r"^Current thread .*:\n\s+(File .*)", re.M)

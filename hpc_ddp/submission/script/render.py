@@ -180,6 +180,8 @@ class Rendering:
             "teardown": spec.teardown,
             "host_python": installed_python(),
             "python": spec.python,
+            # One that is here, and so on a disk that the nodes share, is not that of a container.
+            "awaits_python": os.path.isabs(spec.python) and os.access(spec.python, os.X_OK),
             "workers": spec.workers_per_node,
             "tasks_per_node": spec.tasks_per_node,
             "launcher": spec.launcher,

@@ -493,6 +493,14 @@ def test_an_error_before_the_first_step_is_final_in_the_first_attempts_alone() -
         "RuntimeError: CUDA error: uncorrectable ECC error encountered",
         "RuntimeError: No CUDA GPUs are available",
         "OSError: [Errno 116] Stale file handle",
+        "OSError: [Errno 30] Read-only file system: '/tmp/cache/x'",
+        "OSError: [Errno 28] No space left on device: '/dev/shm/x'",
+        "FileNotFoundError: [Errno 2] No usable temporary directory found in ['/tmp', '/']",
+        "RuntimeError: CUDA unknown error - this may be due to an incorrectly set up environment",
+        "Error 803: system has unsupported display driver / cuda driver combination",
+        "RuntimeError: Failed to initialize NVML: Driver/library version mismatch",
+        "torch.AcceleratorError: CUDA error: CUDA-capable device(s) is/are busy or unavailable",
+        "torch.AcceleratorError: CUDA error: uncorrectable NVLink error detected",
     ],
 )
 def test_an_error_of_one_nodes_machine_comes_again_on_that_node_alone(error: str) -> None:

@@ -501,3 +501,11 @@ def test_nodes_wait_longer_for_one_with_lines_of_its_own() -> None:
 def test_a_python_that_is_a_variable_is_expanded() -> None:
     text = _render(python="$ENV/bin/python", setup=("ENV=/e",), expand=("ENV",)).whole()
     assert '_python="${ENV?is not set, and --expand names it}"/bin/python' in text
+
+
+def test_a_python_that_is_here_is_waited_for_but_in_a_container() -> None:
+    wait = '[ -x "$_python" ] && break'
+    here, image = {"python": sys.executable}, {"image": "/i.sif", "container_tool": "pyxis"}
+    assert wait in _render(**here).whole()
+    assert wait not in _render(**here, **image).whole()
+    assert wait not in _render(python="/not/here/python").whole()
