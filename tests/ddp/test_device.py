@@ -337,9 +337,12 @@ def test_collectives_of_the_script_send_tensors_of_the_cpu(make_crew: Callable[[
     assert output.count("SUMS 2.0 2.0") == 2
 
 
-def test_sparse_gradients_end_in_a_sentence(make_device_crew: Callable[[str], Any]) -> None:
+@pytest.mark.parametrize("case", ["sparse", "sparse beside gloo"])
+def test_sparse_gradients_end_in_a_sentence(
+    make_device_crew: Callable[[str], Any], case: str
+) -> None:
     """NCCL does not add them up."""
-    launch = make_device_crew("sparse").launch(1, "sparse", script="misuse.py")
+    launch = make_device_crew("sparse").launch(1, case, script="misuse.py")
     assert launch.wait() == [2], launch.output()
     assert "the gradients of 0 are sparse, and the backend of this device" in launch.output()
     assert "Traceback" not in launch.output()
@@ -368,6 +371,38 @@ def test_what_lies_on_the_device_comes_back_there(make_device_crew: Callable[[st
     whole = make_device_crew("whole").go(2, "2", script="objects_with_tensors.py")
     assert kept == [line for line in whole.splitlines() if line.startswith("KEPT")]
     assert [line.split()[1:5] for line in kept] == [[KIND, KIND, KIND, "cpu"]] * 2
+
+
+def test_weights_that_are_not_trained_come_back(
+    make_device_crew: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are hashed on the device, and copied once for each change, while the training goes on."""
+    monkeypatch.setenv("SIM_STREAM_DELAY_MS", "4")
+    crew = make_device_crew("kept")
+    crew.go(2, "1", script="frozen_weights.py")
+    output = crew.go(2, "2", "again", script="frozen_weights.py")
+    sums = {line for line in output.splitlines() if line.startswith("SUM")}
+    whole = make_device_crew("whole").go(2, "2", script="frozen_weights.py")
+    assert sums == {line for line in whole.splitlines() if line.startswith("SUM")}
+    assert len(sums) == 1
+    assert sums.pop().endswith("False")
+    files = [path.stat().st_ino for path in crew.run.checkpoints.glob("step-*/frozen-*.bin")]
+    assert len(files) > len({*files}) == 1  # all saves have the same one
+
+
+def test_a_model_without_gradients_shares_the_overflow(make_crew: Callable[[str], Any]) -> None:
+    """All ranks skip the same steps of an optimizer, and of its schedule."""
+    output = make_crew("idle").go(2, script="idle_expert.py")
+    lines = [line for line in output.splitlines() if line.startswith("STEPS")]
+    assert len(lines) == 2
+    assert len({*lines}) == 1
+
+
+def test_sums_of_a_stream_are_waited_for(
+    make_device_crew: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SIM_STREAM_DELAY_MS", "50")
+    assert "EQUAL True" in make_device_crew("sums").go(1, script="sums_of_a_stream.py")
 
 
 # --- a step waits for nothing --------------------------------------------------------------------
@@ -452,9 +487,12 @@ def test_gradients_that_accumulate_stay_sharded(make_device_crew: Callable[[str]
     assert peaks[1] < peaks[0] + 0.25, peaks
 
 
-def test_replicas_of_a_sharded_model_begin_alike(make_device_crew: Callable[[str], Any]) -> None:
+@pytest.mark.parametrize("words", [(), ("offload",)])
+def test_replicas_of_a_sharded_model_begin_alike(
+    make_device_crew: Callable[[str], Any], words: tuple[str, ...]
+) -> None:
     """On GPUs of two kinds the same seed gives other numbers."""
-    output = make_device_crew("replicas").go(2, script="parted_replicas.py")
+    output = make_device_crew("replicas").go(2, *words, script="parted_replicas.py")
     assert "EQUAL True" in output
 
 

@@ -123,7 +123,7 @@ def digest(tensor: torch.Tensor) -> torch.Tensor:
     changed places give another sum."""
     memory, tail = words(tensor)
     rows = memory[: len(memory) // _ROW * _ROW].view(-1, _ROW)
-    parts = rows.sum(0), rows.sum(1), memory[rows.numel() :], tail.to(torch.int64)
+    parts = rows.sum(0), rows.sum(1), memory[rows.numel() :], tail
     odd = [2 * torch.arange(len(p), device=p.device, dtype=torch.int64) + 1 for p in parts]
     return torch.stack([(p * o).sum() for p, o in zip(parts, odd, strict=True)]).sum()
 

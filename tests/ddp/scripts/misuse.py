@@ -34,10 +34,15 @@ if case == "seeds":  # as of scripts that draw other numbers on each rank
 HALF = {"half shard": "fp16"}
 if case == "options":
     start(keep_last=2.5)  # type: ignore[arg-type]
-run = start(precision=HALF.get(case, "fp32"))
+options_of_start: dict[str, Any] = {"precision": HALF.get(case, "fp32")}
+if case == "sparse beside gloo":
+    kind = torch.accelerator.current_accelerator() or torch.device("cpu")
+    backend = torch.distributed.get_default_backend_for_device(kind.type)
+    options_of_start["backend"] = f"cpu:gloo,{kind.type}:{backend}"
+run = start(**options_of_start)
 if case == "half shard":
     run.fully_shard(nn.Linear(4, 1), [])
-if case == "sparse":
+if case.startswith("sparse"):
     run.wrap(nn.Sequential(nn.Embedding(4, 4, sparse=True), nn.Linear(4, 1)))
 data = TensorDataset(torch.randn(64, 4))
 model = run.wrap(nn.Linear(4, 1))

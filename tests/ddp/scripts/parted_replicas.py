@@ -1,4 +1,5 @@
-"""Two replicas of a sharded model that begin with other numbers, or are parted later."""
+"""Two replicas of a sharded model that begin with other numbers, on the device or with `offload`,
+or are parted `later`."""
 
 import sys
 from typing import Any
@@ -15,7 +16,7 @@ run = start(replicas=2)
 torch.manual_seed(run.rank)
 with torch.device("meta"):
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
-run.fully_shard(model, [model[0]])
+run.fully_shard(model, [model[0]], offload=sys.argv[1:] == ["offload"])
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 x = torch.arange(64.0).reshape(8, 8) / 64
 batches = run.loader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=4)
