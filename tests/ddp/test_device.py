@@ -376,7 +376,7 @@ def test_what_lies_on_the_device_comes_back_there(make_device_crew: Callable[[st
 def test_weights_that_are_not_trained_come_back(
     make_device_crew: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are hashed on the device, and copied once for each change, while the training goes on."""
+    """They are hashed on the device, and copied once for each change, beside the training."""
     monkeypatch.setenv("SIM_STREAM_DELAY_MS", "4")
     crew = make_device_crew("kept")
     crew.go(2, "1", script="frozen_weights.py")
