@@ -25,7 +25,7 @@ def parse_time(text: str) -> int:
 
     Raise UsageError for another form.
     """
-    match = _TIME.fullmatch(text)
+    match = _TIME.fullmatch(f"{text}0" if re.fullmatch(r"\d+-", text, re.A) else text)
     if not match:
         raise UsageError(
             f"time {text!r} is not a Slurm time; accepted: minutes, h:mm:ss, d-hh, d-hh:mm:ss",

@@ -71,7 +71,7 @@ _NAMES_COMMAND = re.compile("sbatch|scancel|pkill|killall")  # which a printed t
 # A line that names a file by a relative path; an environment's name is no path.
 RELATIVE = re.compile(
     r"\$\{?PWD\b|\bpwd\b|^(?!module|ml|conda|spack|echo|printf|export|\w+=).*?"
-    r"(?:[\s\"'(](?![-/~$])[\w.-]+/[\w.]|\b(?:bash|python3?|mkdir|cp|cat)\s+(?![-/~$\"'])[\w.]"
+    r"(?:[\s\"'(](?![-/~$])[\w.-]+/[\w.]|\b(?:bash|python3?|mkdir|cp|cat)\s+(?:-[pvrRfam]+\s+)*(?![-/~$\"'])[\w.]"
     r"|>\s*\w)|^(?:source|\.)\s+(?!activate\b)[\w.]",
     re.S,
 )
@@ -289,5 +289,6 @@ def first_reason(rules: Rules, text: str, is_after: bool) -> str:
     launch (`is_after`) or before it; '' if none fits."""
     text = re.sub(r"(\{\w+:?\?)[^{}`$]*\}", r"\1}", text)  # what bash prints of an unset variable
     text = PRINTED_TEXT.sub(" ", text) if _NAMES_COMMAND.search(text) else text
+    text = re.sub(r"\b(which|command\s+-[vV]|type|hash)\s+(-\w+\s+)*\w+", " ", text)
     fitting = (rule for rule in rules if re.match(rule[0], text, re.S))
     return next((reason for _, places, reason in fitting if is_after in places), "")

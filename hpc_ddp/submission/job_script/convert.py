@@ -250,7 +250,7 @@ def convert(
         scope = Scope(
             {**of_cwd, "PWD": literal(start)}, numbers, not_set(directives), words, bool(words),
             not words, of_shell=environ.keys(), guesses=guesses, defaults=defaults,
-            counts_python=counts_python,
+            counts_python=counts_python, hides=secrets.is_secret,
         )  # fmt: skip
         reader = Reader(scope)
         reader.read(text)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -184,6 +185,10 @@ def _take_program(launch: Launch, result: Conversion, cwd: Path, folder: Path) -
         return
     line, kind = word.line or launch.line, launch.settings.keys() & {"module", "no-python"}
     name = _of_home(word.text)
+    here = cwd / (launch.folder or "") / name
+    if kind == {"no-python"} and "/" not in name and not shutil.which(name) and here.is_file():
+        word = literal(f"./{name}", line)  # srun looks in its own folder last
+        name = word.text
     is_in_image = bool(launch.settings.keys() & {"image", "container"})
     keys = ("container-options", "srun")
     options = " ".join(word.text for key in keys for word in launch.settings.get(key, []))

@@ -32,6 +32,8 @@ _FORM = re.compile(
 )
 # A key without more in its name may be one of a table: then its value is a word.
 _OF_A_TABLE = re.compile(r"(?i:(?!.*(?:api|access|private)).*key)[=:\s\"']*")
+# The name of a model or a data set, as Qwen2.5-32B-Instruct: words, with numbers behind them.
+_NAME_OF_THING = r"[A-Za-z]+(?:[\d.]{0,5}[_./-](?:[A-Za-z]+|[\d.]+[A-Za-z]?))+[\d.]{0,5}"
 # Words of a language model are tokens: a name that goes on is a secret's by its value.
 _OF_TOKENS = re.compile(
     r"(?i:(?!.*(?:secret|passw|key|auth)).*"
@@ -53,7 +55,7 @@ def _is_word(name: str, content: str) -> bool:
     """Return whether `name`, with the sign behind it, may be a table's key, or an option on tokens,
     and `content` is a short word: then `content` is no secret."""
     is_table = _OF_A_TABLE.fullmatch(name) or _OF_TOKENS.fullmatch(name)
-    return bool(is_table and re.fullmatch(r"[A-Za-z_.-]{1,15}", content))
+    return bool(is_table and re.fullmatch(rf"[A-Za-z_.-]{{1,15}}|{_NAME_OF_THING}", content))
 
 
 def is_secret(name: str, content: str | None = None) -> bool:
@@ -64,6 +66,8 @@ def is_secret(name: str, content: str | None = None) -> bool:
     is_named = bool(re.search(SECRET_NAME, name, re.I))
     if content is None:
         return is_named
+    if default := re.fullmatch(r"\$\{\w+:?[-=](.+)\}", content):
+        content = default[1]
     is_plain = not content or re.match(_PLAIN, content) or _is_word(name, content)
     return looks_secret(content) or (is_named and not is_plain)
 

@@ -31,6 +31,9 @@ _FIELDS = {
 }
 
 
+_PADDED = re.compile(r"%0*([1-9]\d?)([AaJjnt])", re.A)  # a number, with its width
+
+
 def header_pairs(spec: JobSpec, run: RunFolder, more: Sequence[str] = ()) -> list[tuple[str, str]]:
     """Return the (option, value) pairs of all ``#SBATCH`` lines: the user's, `more` behind them,
     and ours last. Where a name comes twice, the last one counts. A flag's value is ''.
@@ -78,20 +81,28 @@ def _export_pairs(spec: JobSpec, options: Mapping[str, str]) -> list[tuple[str, 
 
 def output_word(pattern: str, chdir: str) -> str:
     """Return the path of ``--output`` or ``--error`` as a word for bash. Slurm's fields, as ``%j``,
-    become variables; a relative path lies in the working directory `chdir`: ``out-%j.txt`` in /w is
-    ``/w/out-"$SLURM_JOB_ID".txt``.
+    become variables, and as ``%4j`` with zeros before it; a relative path lies in the working
+    directory `chdir`: ``out-%j.txt`` in /w is ``/w/out-"$SLURM_JOB_ID".txt``.
 
     Raise UsageError for a field of Slurm's that is not in `_FIELDS`.
     """
     parts = re.split(r"(%(?:\d+\w|.?))", str(Path(chdir, pattern)))
-    if bad := next((field for field in parts[1::2] if field not in _FIELDS), None):
+    unknown = [f for f in parts[1::2] if f not in _FIELDS and not _PADDED.fullmatch(f)]
+    if unknown:
         raise UsageError(
-            f"output {pattern!r} has {bad}; accepted: {', '.join(_FIELDS)}",
+            f"output {pattern!r} has {unknown[0]}; accepted: {', '.join(_FIELDS)}",
             hint="--output out-%x-%j.txt",
         )
-    fields = [f'"{_FIELDS[field]}"' for field in parts[1::2]] + [""]
+    fields = [*map(_field_word, parts[1::2]), ""]
     literals = [shlex.quote(part) if part else "" for part in parts[::2]]
     return "".join(part for pair in zip(literals, fields, strict=True) for part in pair)
+
+
+def _field_word(field: str) -> str:
+    """Return a field of Slurm's as a word for bash."""
+    if padded := _PADDED.fullmatch(field):
+        return f'"$(printf %0{padded[1]}d "{_FIELDS["%" + padded[2]]}")"'
+    return f'"{_FIELDS[field]}"'
 
 
 def output_file(spec: JobSpec, run: RunFolder) -> str:

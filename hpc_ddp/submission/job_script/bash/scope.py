@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 from hpc_ddp.core.job.variables import OF_A_RANK
@@ -55,6 +55,8 @@ class Scope:
     are_set: bool = False  # a set-up line gives the job the script's arguments
     has_none: bool = False  # the script is taken to be submitted without any
     is_open: bool = False
+    secrets: dict[str, Word] = field(default_factory=dict)  # values of variables that hold one
+    hides: Callable[[str, str], bool] = lambda name, text: False  # whether a value is a secret
     counts_python: bool = False  # plain Python is a launch also in a list or a pipeline
     has_ifs: bool = False  # IFS is not bash's own
     of_shell: Set[str] = frozenset()  # the variables of the shell that will submit
@@ -124,11 +126,18 @@ class Scope:
                 assigned = Word((*old.parts, *assigned.parts), assigned.line)
             else:
                 assigned = None
+        if isinstance(assigned, Word) and self.hides(name, assigned.text):
+            self.secrets[name] = assigned  # words have its name alone
         if isinstance(assigned, Word) and name in assigned.names:
             # Another value that has it only the job knows.
             assigned = old if len(assigned.parts) == 1 and assigned.parts[0].name else None
-        self.set(name, None if _CHANGES.fullmatch(name) else assigned)
+        is_named = _CHANGES.fullmatch(name) or name in self.secrets
+        self.set(name, None if is_named else assigned)
         return name
+
+    def value_of(self, name: str) -> Value:
+        """Return the value of a variable that is set, also of one that holds a secret."""
+        return self.secrets.get(name, self.values[name])
 
     def leave_open(self, name: str) -> None:
         """Put code for all that the job adds to the variable `name`, which is known, behind its
@@ -285,7 +294,7 @@ class Scope:
         elif match and match[3] and self._is_unset(name, match[3]):
             yield from self._default(match, node.named_children[1:], is_quoted)
         else:
-            yield self._code_part(text, is_quoted)
+            yield self._code_part(text, is_quoted or name in self.secrets)
 
     def _default(self, match: re.Match[str], nodes: list[Node], is_quoted: bool) -> Iterator[Part]:
         """Yield the parts of the default, `nodes`, of a variable that `_VARIABLE` matches, in

@@ -97,8 +97,11 @@ def take_yaml(launch: Launch, word: Word, writer: ArgumentWriter, cwd: Path) -> 
         text = f"not taken over: {text}; its FSDP or DeepSpeed settings would be missing"
         result.note(line, text)
         return
-    parts = [read, *(part for part in read.values() if isinstance(part, dict))]
-    keys = {str(k): e for part in parts for k, e in part.items() if not isinstance(e, dict)}
+    parts = [("", read), *((k, part) for k, part in read.items() if isinstance(part, dict))]
+    keys = {
+        _full_key(name, str(k)): entry
+        for name, part in parts for k, entry in part.items() if not isinstance(entry, dict)
+    }  # fmt: skip
     use = f"use_{keys.get('distributed_type', '')}".lower()
     for key, entry in {use: True, **keys}.items():
         if variable := accelerate_variable(key, str(entry)):
@@ -108,6 +111,13 @@ def take_yaml(launch: Launch, word: Word, writer: ArgumentWriter, cwd: Path) -> 
             result.note(line, text)
     count = keys.get("num_processes")
     launch.processes = launch.processes or (count if isinstance(count, int) else None)
+
+
+def _full_key(part: str, key: str) -> str:
+    """Return the name by which Accelerate's launcher knows a key of a `part` of its YAML, '' for
+    the whole: before a key of ``fsdp_config`` it writes ``fsdp_``."""
+    start = {"fsdp_config": "fsdp", "fp8_config": "fp8", "dynamo_config": "dynamo_"}.get(part, "")
+    return key if key.startswith(start) else f"{start.rstrip('_')}_{key}"
 
 
 def take_defaults(launch: Launch, writer: ArgumentWriter) -> None:
@@ -144,4 +154,5 @@ def accelerate_variable(name: str, operand: str) -> tuple[str, str] | None:
     name = match["fsdp"] or match["zero"] or match[0]
     name = name.replace("transformer_layer_cls", "transformer_cls").upper()
     start = "" if match["fsdp"] else "ACCELERATE_DEEPSPEED_" if match["zero"] else "ACCELERATE_"
-    return start + name, operand.lower() if operand in ("True", "False") else operand
+    is_small = operand in ("True", "False") or re.fullmatch(r"OFFLOAD_\w+_DEVICE|ZERO3_\w+", name)
+    return start + name, operand.lower() if is_small else operand

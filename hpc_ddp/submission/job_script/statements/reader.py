@@ -26,7 +26,7 @@ from hpc_ddp.submission.job_script.statements.statement import (
 )
 
 _CHOOSES = "a condition that only the job knows chooses a launch"
-_OF_ARGUMENTS = "it uses the job script's own arguments"
+OF_ARGUMENTS = "it uses the job script's own arguments"
 
 
 class Reader:
@@ -130,7 +130,7 @@ class Reader:
         is_plain = not (statement.launch or statement.defines or self.scope.are_set)
         if is_plain and syntax.uses_arguments(text, is_without=self.scope.has_none):
             if self.scope.arguments is None:
-                statement.lost = statement.lost or _OF_ARGUMENTS
+                statement.lost = statement.lost or OF_ARGUMENTS
             elif statement.name and isinstance(statement.assigned, Word):
                 statement.text = f"{statement.name}={statement.assigned.bash()}"
             else:
@@ -140,7 +140,7 @@ class Reader:
 
     def _variable_assignment(self, node: Node, exported: bool = False) -> None:
         name, exported = self.scope.assign(node), exported or self._exports_all
-        self._add(node, name=name, assigned=self.scope.values[name], exported=exported)
+        self._add(node, name=name, assigned=self.scope.value_of(name), exported=exported)
 
     def _declaration_command(self, node: Node) -> None:
         """Append the statements of ``export`` or ``declare``: one for each variable; a single one
@@ -209,7 +209,7 @@ class Reader:
             self._read_inner(launch, node, output)
         elif not launch.weight or launch.inner is not None:
             is_of_arguments = first in ("shift", "getopts") and not self.scope.are_set
-            lost = _OF_ARGUMENTS if is_of_arguments or not (words or before) else ""
+            lost = OF_ARGUMENTS if is_of_arguments or not (words or before) else ""
             self._add(around or node, words=words, output=output, lost=lost)
         else:
             self._add(around or node, words=words, launch=launch, output=output)

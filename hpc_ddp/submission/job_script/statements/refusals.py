@@ -132,6 +132,15 @@ class Refusals:
         is_print = match and self._path_of(match[1]) == file
         return files == {file} or bool(is_print)
 
+    def _with_values(self, text: str) -> str:
+        """Return code with the values, in place of their names, of variables that are known."""
+        values = {
+            name: s.assigned.text
+            for name, s in self.assigned.items()
+            if isinstance(s.assigned, Word) and s.assigned.is_static and s.assigned.text
+        }
+        return re.sub(r"\$(?:(\w+)|\{(\w+)\})", lambda m: values.get(m[1] or m[2], m[0]), text)
+
     def _path_of(self, text: str) -> str:
         """Return a path, in which variables that are set once have their values."""
         name = re.match(r"\$\{?(\w+)\}?", text)
@@ -174,7 +183,7 @@ class Refusals:
             return reason
         reason = self.reason(REFUSED, statement, is_after)
         is_of_batch = not (statement.inside or is_after)
-        if reason == DELETES and is_of_batch and ONLY_DELETES.fullmatch(text):
+        if reason == DELETES and is_of_batch and ONLY_DELETES.fullmatch(self._with_values(text)):
             statement.is_once, reason = True, ""
         may_launch = _STEP.match(text) or re.match(STARTS_PYTHON, text, re.S)
         by_variable = _BY_VARIABLE.match(text)

@@ -27,7 +27,7 @@ from hpc_ddp.submission.job_script.launchers.launch import Launch
 from hpc_ddp.submission.job_script.launchers.options import is_option_of_step
 from hpc_ddp.submission.job_script.secrets import MARK, is_secret
 from hpc_ddp.submission.job_script.statements.names import names_of_files
-from hpc_ddp.submission.job_script.statements.reader import Reader
+from hpc_ddp.submission.job_script.statements.reader import OF_ARGUMENTS, Reader
 from hpc_ddp.submission.job_script.statements.refusals import Refusals
 from hpc_ddp.submission.job_script.statements.statement import (
     Statement,
@@ -64,6 +64,7 @@ class Sorter:
         self._refusals = Refusals(reader, launch, at, name)
         self._statements = reader.statements
         self._not_set, self._of_shell = reader.scope.not_set, reader.scope.of_shell
+        self._numbers = reader.scope.numbers
         # Names of assignments in tasks, and of command lines.
         self._inner = {s.name for s in self._statements if s.name and s.inside}
         self._commands = {s.name for s in self._statements if s.name and is_command(s.assigned)}
@@ -105,6 +106,8 @@ class Sorter:
         it. Called for the last statement first: later ones say which variables are needed."""
         is_after = index > self._at
         is_print = bool(PRINTS.match(statement.text))
+        if statement.lost == OF_ARGUMENTS and self._is_unused(statement):
+            return Fate(OURS, "nothing that is left needs it")
         if statement.lost or statement.decided:
             group = LOST if statement.lost else OURS
             return Fate(group, statement.lost or statement.decided)
@@ -127,6 +130,12 @@ class Sorter:
             self._enter(folder, statement.lines[0])
             return Fate(TAKEN, "chdir")
         return self._keep(statement, statement.text, is_after)
+
+    def _is_unused(self, statement: Statement) -> bool:
+        """Return whether a statement assigns a variable that nothing else needs, be it lost."""
+        needs = {n for s in self._statements if s is not statement for n in s.names}
+        is_own = statement.name and not statement.exported and self._of_files is not None
+        return bool(is_own and self.launch and statement.name not in self._needed | needs)
 
     def _keep(self, statement: Statement, text: str, is_after: bool) -> Fate:
         """Make a set-up line, or with `is_after` a clean-up line, of a statement; note what it sets
@@ -222,8 +231,10 @@ class Sorter:
                 self.result.append("env-names", name, statement.lines[0])
             return Fate(LOST, MARK.format(name))
         if statement.exported and is_option_of_step(name):
-            if name.endswith("CPUS_PER_TASK") or (name, content) == ("SLURM_EXPORT_ENV", "ALL"):
-                return Fate(OURS, "the step has the job's CPUs, and its variables")
+            is_the_jobs = content == str(self._numbers.get(name))
+            is_the_jobs |= (name, content) == ("SLURM_EXPORT_ENV", "ALL")
+            if name.endswith("CPUS_PER_TASK") or is_the_jobs:
+                return Fate(OURS, "the step has the job's numbers, and its variables")
             text = f"{name} would change hpc-ddp's step: an option of srun in its place"
             return Fate(LOST, text)
         if name == "IFS":  # how bash splits the lines behind it

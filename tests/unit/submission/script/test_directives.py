@@ -129,7 +129,7 @@ def test_the_output_has_a_link_where_the_user_wants_it(tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "r $X%")
     run.logs.mkdir(parents=True)
     run.slurm_out.write_text("printed")
-    names = ("out/%x-%j $Y%%.txt", "%A_%a.err")
+    names = ("out/%x-%j $Y%%.txt", "%03A_%a.err")
     spec = JobSpec("/t.py", chdir=str(tmp_path), output=names[0], error=names[1])
     rendering = Rendering(spec, run, tmp_path, tmp_path / "t.py")
     env = {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "a b", "PATH": os.environ["PATH"]}
@@ -140,15 +140,15 @@ def test_the_output_has_a_link_where_the_user_wants_it(tmp_path: Path) -> None:
         return done.stderr
 
     assert play() == play() == ""  # a requeue finds its own link
-    for name in ("out/a b-7 $Y%.txt", "7_.err"):
+    for name in ("out/a b-7 $Y%.txt", "007_.err"):
         assert (tmp_path / name).is_symlink()
         assert (tmp_path / name).read_text() == "printed"
-    (tmp_path / "7_.err").unlink()
-    (tmp_path / "7_.err").write_text("the user's")
-    assert "7_.err is there, and is left as it is" in play()
-    assert (tmp_path / "7_.err").read_text() == "the user's"
-    with pytest.raises(UsageError, match="has %4j; accepted: %j"):
-        Rendering(replace(spec, output="%4j"), run, tmp_path, tmp_path / "t.py")
+    (tmp_path / "007_.err").unlink()
+    (tmp_path / "007_.err").write_text("the user's")
+    assert "007_.err is there, and is left as it is" in play()
+    assert (tmp_path / "007_.err").read_text() == "the user's"
+    with pytest.raises(UsageError, match="has %4x; accepted: %j"):
+        Rendering(replace(spec, output="%4x"), run, tmp_path, tmp_path / "t.py")
 
 
 def test_plain_values_are_written_as_typed() -> None:
