@@ -238,8 +238,12 @@ def convert(
     words = [literal(argument) for argument in arguments] or None
     defaults: set[str] = set()
     of_cwd: dict[str, Value] = {"PWD": literal(str(cwd)), "SLURM_SUBMIT_DIR": literal(str(cwd))}
+    shell: dict[str, Value] = {
+        name: literal(environ[name]) for name in ("HOME", "USER", "LOGNAME") if name in environ
+    }
     job = unwrap(
-        text, Scope({**of_cwd}, {}, set(), words, of_shell=environ.keys(), defaults=defaults)
+        text,
+        Scope({**of_cwd, **shell}, {}, set(), words, of_shell=environ.keys(), defaults=defaults),
     )
     directives, text = job.directives, job.text
     numbers = sizes(directives)

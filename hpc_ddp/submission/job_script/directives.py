@@ -103,7 +103,10 @@ def read_directives(text: str) -> Directives:
             continue
         try:
             words = shlex.split(line.removeprefix("#SBATCH"), comments=True)
-            pairs, reason = list(_pairs([literal(word) for word in words])), "no option of sbatch"
+            pairs, reason = (
+                list(read_options([literal(word) for word in words])),
+                "no option of sbatch",
+            )
         except ValueError:
             words, pairs, reason = [], [], "its quotes do not match"
         if not pairs:
@@ -127,7 +130,7 @@ def read_directives(text: str) -> Directives:
     return result
 
 
-def _pairs(words: list[Word]) -> Iterator[tuple[str, str]]:
+def read_options(words: list[Word]) -> Iterator[tuple[str, str]]:
     """Yield the long name and the value ('' for a flag) of each option at the beginning of `words`,
     and remove the words of these options. A name there may be cut short."""
     while words and re.match(r"--?\w", words[0].text):

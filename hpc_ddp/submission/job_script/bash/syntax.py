@@ -175,7 +175,9 @@ def only_reports(node: Node) -> bool:
     kinds = {inner.type for inner in _descend(node)}
     names = {source(command.child_by_field_name("name")) for command in commands_of(node)}
     code = re.search(r"`|\$\((?!\(|date|hostname)", source(node))
-    return names <= _REPORTING and not (code or kinds & {"file_redirect", "variable_assignment"})
+    sets = {"variable_assignment", "unset_command", "declaration_command", "function_definition"}
+    is_empty = not names and node.type != "comment"
+    return names <= _REPORTING and not (is_empty or code or kinds & {"file_redirect", *sets})
 
 
 def set_in(node: Node) -> set[str]:

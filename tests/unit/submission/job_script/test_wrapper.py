@@ -72,13 +72,58 @@ def test_a_quoted_one_keeps_its_variables(tmp_path: Path) -> None:
     assert (settings["nodes"], settings["args"]) == (1, ["\\$A", "${ARGUMENTS_1[@]}"])
 
 
-def test_what_only_the_shell_knows_is_named(tmp_path: Path) -> None:
-    conversion = of_text(tmp_path, f"MODEL=x-$(date +%s)\nsbatch <<EOT\n{JOB}EOT\n")
-    assert conversion.group(5) == (
-        LOST,
-        "--job-name=$MODEL: only the shell that submits knows it: write it",
+def test_an_option_that_only_the_shell_knows_is_named(tmp_path: Path) -> None:
+    conversion = of_text(
+        tmp_path, f"MODEL=b\nT=$(date +%H)\nsbatch --time=$T -p gpu <<EOT\n{JOB}EOT\n"
     )
-    assert "job-name" not in conversion.settings()
+    assert conversion.group(4) == (
+        LOST,
+        "--time=$T: only the shell that submits knows it: write it",
+    )
+    assert conversion.values["partition"] == ("gpu", 4)
+    assert "time" not in conversion.settings()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "MODEL=x-$(date +%s)\nsbatch <<EOT\n{}EOT\n",  # the text has it
+        "MODEL=a\nLR=1\nsbatch <<EOT\n{}echo \\$LR\nEOT\n",  # the job does not have it
+        "MODEL=a\nsbatch <<EOT\n{}echo $(hostname)\nEOT\n",
+        "MODEL=a\ncd work && sbatch <<EOT\n{}EOT\n",
+        "MODEL=a\nA=1 sbatch <<EOT\n{}EOT\n",
+        "MODEL=a\nsbatch other.sh\nsbatch <<EOT\n{}EOT\n",
+        "MODEL=a\ncat > x.sh <<EOT\n{}EOT\nsbatch x.sh 1\n",
+        "MODEL=a\ncat > x.sh <<EOT\n{}EOT\nif [ $A ]; then sbatch x.sh; fi\n",
+        "MODEL=a\ncat > x.sh <<EOT\n{}EOT\nsbatch $OPTIONS x.sh\n",
+        "MODEL=a\ncat <<EOT | sed s/a/b/ | sbatch\n{}EOT\n",
+        'MODEL=a\nD=$(dirname "$0")\nsbatch <<EOT\n{}EOT\n',
+    ],
+)
+def test_a_job_that_is_more_than_its_text_is_refused(text: str, tmp_path: Path) -> None:
+    conversion = of_text(tmp_path, text.format(JOB))
+    assert "script" not in conversion.settings()
+    lines = enumerate(f"#!/bin/bash\n{text.format(JOB)}".splitlines(), 1)
+    assert any(conversion.group(n)[0] == LOST for n, line in lines if "sbatch" in line)
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["export DATA=/data/sbatch/x", "export MODEL", "unset LR", "source sbatch/env.sh"],
+)
+def test_other_lines_before_it_stay(line: str, tmp_path: Path) -> None:
+    conversion = of_text(tmp_path, f"MODEL=a\nLR=2\n{line}\nsbatch <<EOT\n{JOB}EOT\n")
+    assert conversion.settings()["script"] == "train.py"
+    assert conversion.group(4) != (OURS, "hpc-ddp submit does it")
+
+
+@pytest.mark.parametrize(
+    ("line", "group"), [("tail -f x.log", LOST), ("mv out final", LOST), ("echo $id", OURS)]
+)
+def test_lines_behind_it_are_none_of_the_job(line: str, group: str, tmp_path: Path) -> None:
+    conversion = of_text(tmp_path, f"MODEL=a\nset -e\nid=$(sbatch <<EOT\n{JOB}EOT\n)\n{line}\n")
+    assert conversion.group(11)[0] == group
+    assert not {"setup", "teardown"} & conversion.settings().keys()
 
 
 @pytest.mark.parametrize(
