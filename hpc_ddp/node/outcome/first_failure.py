@@ -45,7 +45,7 @@ _OF_MACHINE = re.compile(
     r"|\[Errno (?:28|30|117)\][^']*'/(?:tmp|var/tmp|dev/shm|local\w*)/"
     r"|No usable temporary directory|uncorrectable (?:ECC|NVLink)|GPU (?:is lost|has fallen off)"
     r"|\bXid\b|No \w+ (?:GPU|XPU|NPU|device)s? (?:is|are) available|no \w+-capable device"
-    r"|device\(s\) is/are busy or unavailable|hardware stack error|(?:CUDA|HIP) unknown error"
+    r"|device\(s\) is/are busy or unavailable|(?:CUDA|HIP) unknown error"
     r"|[Ff]ound no \w+ driver|[Dd]river/library version mismatch|NVML/RM version mismatch"
     r"|unsupported display driver|forward compatibility was attempted|system not yet initialized"
 )

@@ -23,8 +23,8 @@ DELETES = "it deletes something: setup or teardown, if needed"
 VERDICT = "hpc-ddp says how the launch ended, and ends the job by that"
 _TRAINS = "it may start a training: name its program in script, or submit it as its own job"
 PRINTS = re.compile(
-    r"(echo|printf(?!\s+-v)|date|env|printenv|hostname|nvidia-smi|module list|which)\b"
-    r"|set\s*($|[|>;])"
+    r"(echo|printf(?!\s+-v)|date|printenv|hostname|nvidia-smi|module list|which)\b"
+    r"|(set|env)\s*($|[|>;])"
 )
 # A trap that prints how a command has failed, and may end the script.
 _PRINTING = (

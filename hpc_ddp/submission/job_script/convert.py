@@ -241,10 +241,11 @@ def convert(
     shell: dict[str, Value] = {
         name: literal(environ[name]) for name in ("HOME", "USER", "LOGNAME") if name in environ
     }
-    job = unwrap(
-        text,
-        Scope({**of_cwd, **shell}, {}, set(), words, of_shell=environ.keys(), defaults=defaults),
-    )
+    of_wrapper = Scope(
+        {**of_cwd, **shell}, arguments=words, has_none=not words, of_shell=environ.keys(),
+        defaults=defaults,
+    )  # fmt: skip
+    job = unwrap(text, of_wrapper)
     directives, text = job.directives, job.text
     numbers = sizes(directives)
     start = os.path.normpath(cwd / os.path.expanduser(directives.get("chdir") or ""))

@@ -185,8 +185,8 @@ def _take_program(launch: Launch, result: Conversion, cwd: Path, folder: Path) -
         return
     line, kind = word.line or launch.line, launch.settings.keys() & {"module", "no-python"}
     name = _of_home(word.text)
-    here = cwd / (launch.folder or "") / name
-    if kind == {"no-python"} and "/" not in name and not shutil.which(name) and here.is_file():
+    file = cwd / (launch.folder or "") / name
+    if kind == {"no-python"} and "/" not in name and not shutil.which(name) and file.is_file():
         word = literal(f"./{name}", line)  # srun looks in its own folder last
         name = word.text
     is_in_image = bool(launch.settings.keys() & {"image", "container"})

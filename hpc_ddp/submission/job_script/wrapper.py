@@ -81,9 +81,9 @@ def unwrap(text: str, scope: Scope) -> JobText:
         return plain
     reader = Reader(scope)
     reader.read("\n".join(lines[: first - 1]))
-    own = {s.name for s in reader.statements if s.name and not s.exported}
+    unexported = {s.name for s in reader.statements if s.name and not s.exported}
     words = scope.words(command.named_children[1:])
-    if not _is_for(words, document) or not _write_lines(lines, document, scope, own):
+    if not _is_for(words, document) or not _write_lines(lines, document, scope, unexported):
         return plain
     return _make_job(lines, statements, document, (at, last), words)
 
@@ -192,11 +192,11 @@ def _forms(file: str) -> set[str]:
     return {file, file.removeprefix("./"), f"./{file}", re.sub(r"\$\{(\w+)\}", r"$\1", file)}
 
 
-def _write_lines(lines: list[str], document: _Document, scope: Scope, own: set[str]) -> bool:
+def _write_lines(lines: list[str], document: _Document, scope: Scope, unexported: set[str]) -> bool:
     """Write the lines of a here-document into a script's `lines` as its reader gets them. Return
     whether that can be done: all that bash puts into an unquoted one is known, but for directives;
-    and what only the job expands is none of the variables that the script does not export, `own`,
-    unless the document sets it."""
+    and what only the job expands is no variable of the script that it does not export
+    (`unexported`), unless the document sets it."""
     for number in document.numbers:
         is_cut = source(document.word.prev_sibling) == "<<-"
         line = lines[number - 1].lstrip("\t" if is_cut else "")
@@ -209,7 +209,7 @@ def _write_lines(lines: list[str], document: _Document, scope: Scope, own: set[s
     body = [lines[n - 1] for n in document.numbers if not lines[n - 1].lstrip().startswith("#")]
     text = "\n".join(body)
     is_set = {*re.findall(r"^\s*(?:export\s+)?(\w+)=", text, re.M)}
-    return not ({*syntax.names_in(without_quoted_texts(text))} & own) - is_set
+    return not ({*syntax.names_in(without_quoted_texts(text))} & unexported) - is_set
 
 
 def _expand(text: str, scope: Scope) -> str | None:

@@ -23,9 +23,9 @@ def split_quoted(code: str) -> Iterator[tuple[str, bool]]:
     around = [""]  # the open signs, the last one innermost; '"' for double quotes
     at = start = 0
     document: re.Match[str] | None = None  # the sign of the one that begins in the next line
-    while sign := _SIGN.search(code, at):
+    while (sign := _SIGN.search(code, at)) or document:
         line_end = code.find("\n", document.end()) if document else -1
-        if document and -1 < line_end < sign.start():
+        if document and -1 < line_end < (sign.start() if sign else len(code)):
             ending = re.compile(rf"^\s*{document[2]}$", re.M).search(code, line_end)
             at = ending.end() if ending else len(code)
             if document[1]:
@@ -33,6 +33,8 @@ def split_quoted(code: str) -> Iterator[tuple[str, bool]]:
                 start = at
             document = None
             continue
+        if sign is None:
+            break
         at, text, is_quoted = sign.end(), sign[0], around[-1] == '"'
         end = code.find("'", at) + 1 if text == "'" else at if text[0] == "#" else 0
         if text[0] == "#" and is_quoted:

@@ -38,6 +38,7 @@ _READS_DEVICES = re.compile(
 )
 # IFS as it was, or as it is in bash.
 _DEFAULT_IFS = re.compile(r"\"?\$\{?\w+\}?\"?|\$' \\t\\n'")
+_FORMATS = re.compile(r"(declare|typeset|local|export)\s+(-\w+\s+)*-\w*[ilu]")
 # Bash's own variables that have another value each time.
 _CHANGES = re.compile(r"S?RANDOM|SECONDS|LINENO|BASHPID|EPOCH(REAL)?SECONDS")
 
@@ -57,6 +58,7 @@ class Scope:
     is_open: bool = False
     secrets: dict[str, Word] = field(default_factory=dict)  # values of variables that hold one
     hides: Callable[[str, str], bool] = lambda name, text: False  # whether a value is a secret
+    formatted: set[str] = field(default_factory=set)  # variables whose values bash changes
     counts_python: bool = False  # plain Python is a launch also in a list or a pipeline
     has_ifs: bool = False  # IFS is not bash's own
     of_shell: Set[str] = frozenset()  # the variables of the shell that will submit
@@ -131,7 +133,7 @@ class Scope:
         if isinstance(assigned, Word) and name in assigned.names:
             # Another value that has it only the job knows.
             assigned = old if len(assigned.parts) == 1 and assigned.parts[0].name else None
-        is_named = _CHANGES.fullmatch(name) or name in self.secrets
+        is_named = _CHANGES.fullmatch(name) or name in {*self.secrets, *self.formatted}
         self.set(name, None if is_named else assigned)
         return name
 
@@ -186,6 +188,9 @@ class Scope:
                 self.arguments = None  # from here on only the job knows them
         if sets_anything(text):
             self.is_open = True
+        self.formatted |= names if _FORMATS.match(text) else set()
+        if first == "eval":
+            self.values |= dict.fromkeys(re.findall(r"\b([A-Za-z_]\w*)=", text))
         if match := _READS_DEVICES.match(text):
             self.of_devices[match[1]] = count_devices(self.values.get("CUDA_VISIBLE_DEVICES"))
         before = r"[\s;&\"']" if first == "eval" else r"[\s;&]"

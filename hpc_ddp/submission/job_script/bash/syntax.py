@@ -14,7 +14,11 @@ if TYPE_CHECKING:
     from hpc_ddp.submission.job_script.bash.values import Value
 
 Node = Any  # a tree_sitter.Node: the package is optional
-_PLACEHOLDER = re.compile(rb"(?<![^\s=])(<[A-Za-z][\w .-]*>)(?=\s|$)")
+# Also of an option; but not a redirection, which has a word behind it: sort <a> b.
+_PLACEHOLDER = re.compile(
+    rb"(?m)(?<!\S)<[A-Za-z][\w .-]*>(?=[ \t]*(?:$|#|\\\n|<[A-Za-z]))"
+    rb"|(?<==)<[A-Za-z][\w .-]*>(?=\s|$)"
+)
 _ARGUMENTS = re.compile(r"(?<!\\)\$(?:[1-9@*#]|\{(?:[1-9@*](?!:?-)[^}]*|#)\})")
 _ALL_ARGUMENTS = re.compile(r"(?<!\\)\$(?:[@*]|\{[@*]\})")
 # What is added to a text in double quotes: no operator of the shell, but within ``$(…)``.
@@ -86,7 +90,7 @@ def _quote_placeholders(root: Node, code: bytes) -> bytes:
         if node.type in (*_IN_TEXT, "raw_string"):
             texts.append(range(node.start_byte, node.end_byte))
     return _PLACEHOLDER.sub(
-        lambda m: m[0] if any(m.start() in text for text in texts) else b"'%b'" % m[1], code
+        lambda m: m[0] if any(m.start() in text for text in texts) else b"'%b'" % m[0], code
     )
 
 
@@ -106,7 +110,9 @@ def _with_whole_words(root: Node, code: bytes) -> bytes:
         after = node.next_sibling
         if node.type == "variable_assignment" and node.parent.type == "command" and after:
             between = code[node.end_byte : after.start_byte].replace(b"\\\n", b"")
-            if b"\n" in between:  # which bash does not take for the variables of one command
+            if (
+                b"\n" in between or after.type == "comment"
+            ):  # which bash does not take for the variables of one command
                 edits[node.end_byte, node.end_byte] = b";"
         name = re.compile(rb"[A-Za-z_]\w*|\d").match(code, node.end_byte)
         if name and node.type == "$" and node.parent.type != "simple_expansion":

@@ -56,7 +56,8 @@ def read_launch(
         name = text.rsplit("/", 1)[-1]
         is_python = re.fullmatch(r"python[\d.]*", name) or (launch.step and "PYTHON" in text)
         behind = [word.text for word in remaining[1:3]]
-        starts_torch = remaining[0].code and _TORCH_MODULE.fullmatch(" ".join(behind))
+        is_variable = bool(remaining[0].code) and all(part.name for part in remaining[0].code)
+        starts_torch = is_variable and _TORCH_MODULE.fullmatch(" ".join(behind))
         if launch.set_variable(remaining[0]) or name in ("exec", "time", "nohup", "command"):
             if name == "time":
                 launch.mark(remaining[0].line, "", "time is left out: hpc-ddp status has the times")

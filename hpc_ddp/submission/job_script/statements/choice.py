@@ -5,13 +5,22 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from hpc_ddp.submission.job_script.bash import syntax
 from hpc_ddp.submission.job_script.conversion import STARTS_PYTHON, TAKEN, Conversion
 from hpc_ddp.submission.job_script.launchers.launch import Launch
 from hpc_ddp.submission.job_script.statements.open_commands import leave_empty
 from hpc_ddp.submission.job_script.statements.reader import Reader
 from hpc_ddp.submission.job_script.statements.statement import Statement
 
-_TRAINS = re.compile(r"train|tun(e|ing)|sft|main|run", re.I)
+_TRAINS = re.compile(
+    r"(?:^|[_/.-])(?:pre|re)?train(?:er|ing)?(?![a-z])|fine[_-]?tun"
+    r"|(?:^|[_/.-])(?:sft|dpo|ddp|main|run)(?![a-z])", re.I
+)  # fmt: skip
+_TESTS = re.compile(r"eval|test|infer|predict|bench|plot", re.I)
+_PREPARES = re.compile(
+    r"(?:^|[_/.-])(?:prep|download|data|convert|tokeni|extract|split|cache|build|setup|install|check|clean"
+    r"|copy|stage|unzip|fetch)", re.I
+)  # fmt: skip
 
 
 def choose_launch(reader: Reader, result: Conversion) -> tuple[Launch | None, int]:
@@ -40,18 +49,19 @@ def choose_launch(reader: Reader, result: Conversion) -> tuple[Launch | None, in
     is_split = any(launch.node_words for _, _, launch in partial)
     complete = [] if is_split else [entry for entry in same if entry not in partial]
     candidates = complete or same
-    named = [entry for entry in candidates if _TRAINS.search(_command_of(entry[2])[1])]
-    start = (named or candidates)[0][1]  # in the text of one bash -c the last one counts
+    first = next((i for i, entry in enumerate(candidates) if not _prepares(entry[2])), 0)
+    if not any(_trains(launch) for _, _, launch in candidates[first:]):
+        first = 0
+    start = candidates[first][1]  # in the text of one bash -c the last one counts
     at, chosen, training = [
         entry for entry in candidates
         if entry[1] is start or (entry[1].inside and entry[1].text == start.text)
     ][-1]  # fmt: skip
-    training_is_named = (at, chosen, training) in named
     for index, statement, launch in launches:
         entry = (index, statement, launch)
-        is_plain = best == 1 or entry not in complete or (entry not in named and training_is_named)
-        if index < at and complete and is_plain:
-            statement.launch = None  # a preparation
+        is_preparation = entry not in complete or entry in candidates[:first]
+        if index < at and complete and is_preparation:
+            _make_plain(statement)
         elif statement is not chosen:
             statement.lost = "a second launch: a job has one; submit this one as its own job"
     if chosen.output:
@@ -80,7 +90,7 @@ def _drop_node_checks(statements: Sequence[Statement]) -> None:
     for statement in statements[: max(starts, default=0)]:
         launch = None if statement.lost else statement.launch
         if launch and launch.in_loop and launch.weight < 3:
-            statement.launch = None
+            _make_plain(statement)
 
 
 def _join_first_node(reader: Reader) -> None:
@@ -95,6 +105,8 @@ def _join_first_node(reader: Reader) -> None:
             continue
         at = reader.statements.index(statement)
         between = reader.statements[at : reader.statements.index(of_nodes[0])]
+        if any(part.name for part in between) or (between and not statement.text.endswith(" &")):
+            continue  # the others get other variables, or start behind it
         for one in [statement, *(s for s in between if s.first == "sleep")]:
             for line in range(one.lines[0], one.lines[1] + 1):
                 reader.resolved[line] = TAKEN, "the first node's launch: hpc-ddp starts all nodes"
@@ -103,10 +115,31 @@ def _join_first_node(reader: Reader) -> None:
             of_nodes[0].text = of_nodes[0].text.removesuffix(" &")
 
 
+def _make_plain(statement: Statement) -> None:
+    """Make a statement's launch a plain command, with the list or condition around it; one in a
+    function has the words that it is called with."""
+    statement.launch, statement.text = None, statement.around or statement.text
+    if syntax.uses_arguments(statement.text):
+        statement.text = " ".join(word.bash() for word in statement.words)
+
+
+def _trains(launch: Launch) -> bool:
+    """Return whether the name of a launch's program says that it trains."""
+    name = launch.program.text if launch.program else ""
+    return bool(_TRAINS.search(name)) and not (_TESTS.search(name) or _PREPARES.search(name))
+
+
+def _prepares(launch: Launch) -> bool:
+    """Return whether the name of a launch's program says that it prepares a training."""
+    return bool(launch.program and _PREPARES.search(launch.program.text))
+
+
 def _command_of(launch: Launch) -> tuple[str, ...]:
-    """Return the launcher's kind, and the words of the program that it starts."""
+    """Return the launcher's kind, its number of workers, its variables, and the words of the
+    program that it starts."""
     words = [*launch.settings.get("module", ()), launch.program, *launch.args]
-    return launch.kind, *(word.text for word in words if word)
+    variables = (f"{name}={word.text}" for name, word in sorted(launch.env.items()))
+    return launch.kind, str(launch.workers), *variables, *(word.text for word in words if word)
 
 
 def has_launch(statements: Sequence[Statement]) -> bool:

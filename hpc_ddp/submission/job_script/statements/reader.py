@@ -146,10 +146,9 @@ class Reader:
         """Append the statements of ``export`` or ``declare``: one for each variable; a single one
         for an array, for functions, or without names."""
         text, kinds = source(node), {child.type for child in node.named_children}
-        has_names = bool(kinds & {"variable_assignment", "variable_name"})
         exported = bool(re.match(r"export\b|\w+\s+-\w*x", text)) or self._exports_all
         start = re.match(r"\w+\s+(-\w+\s+)*(?=\w+=)", text)
-        if re.match(r"\w+\s+(-\w+\s+)*-\w*[Afilun]", text) or not has_names:
+        if re.match(r"\w+\s+(-\w+\s+)*-\w*[Afilun]", text) or "variable_" not in str(kinds):
             self._add(node)
         elif "concatenation" in kinds and start:  # "a"b=$c"d" is not read as one word there
             before, self._exports_all = self._exports_all, exported
@@ -179,7 +178,7 @@ class Reader:
         if first in self._functions and self._has_launch(self._functions[first][0], "", words[1:]):
             self._call(first, words[1:], node)
             return
-        code = " ".join(word.script for word in words[1:]) if first == "eval" else ""
+        code = " ".join(map(inner_text, words[1:])) if first == "eval" else ""
         if code and self._has_launch(code):
             count = len(self.statements)
             self._read_text(code, node, self._place.step)
@@ -292,6 +291,7 @@ class Reader:
                 self._add(node, lost=_CHOOSES)
                 return
             self._walk(first)
+            self.statements[-1].around = source(node)
             if not self._has_launch(first):
                 self._walk(last)
             elif syntax.only_reports(last):
@@ -330,8 +330,7 @@ class Reader:
 
     def _resolve(self, node: Node, text: str, group: str = TAKEN) -> None:
         """Note group and reason, in `resolved`, for those lines of a node that have none there."""
-        first, last = self._at(node)
-        for line in range(first, last + 1):
+        for line in range(self._at(node)[0], self._at(node)[1] + 1):
             self.resolved.setdefault(line, (group, text))
 
     def _function_definition(self, node: Node) -> None:
@@ -349,6 +348,7 @@ class Reader:
         if has_launch and all(map(syntax.only_reports, bodies)) and self._has_launch(first):
             self._resolve(node, VERDICT, OURS)
             self._walk(first.named_children[-1] if first.type == "negated_command" else first)
+            self.statements[-1].around = source(node)
             return
         chosen = running_branch(branches, self.scope, has_launch)
         if chosen is None:

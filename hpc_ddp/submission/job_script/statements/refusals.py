@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Set
 
 from hpc_ddp.submission.job_script.bash import syntax
+from hpc_ddp.submission.job_script.bash.quotes import split_quoted
 from hpc_ddp.submission.job_script.bash.words import Word, split_text
 from hpc_ddp.submission.job_script.conversion import (
     DECIDED,
@@ -35,6 +36,11 @@ _ASKS_ADDRESS = re.compile(
 )
 # Lines of a task that do the same inside of its container.
 _IN_BOTH = re.compile(r"(cd|set|unset|export|ulimit|umask|echo|printf|date|hostname)\b")
+# What a loop that writes a file of hosts may do beside that.
+_DOES_MORE = re.compile(
+    r"&&|\|\||\b(cp|mv|rm|mkdir|touch|ln|dd|tar|rsync|scp|chmod|pip|conda|module|source|export|cd"
+    r"|kill|pkill|killall|bash|sh|python[\d.]*)\b"
+)
 _BESIDE = "it runs beside the launch: setup with & at its end, or in the program"
 _OUTSIDE = "a task runs it before it enters the container: setup, or worker-setup inside of it"
 
@@ -103,7 +109,9 @@ class Refusals:
                 statement.lost = self._refusal(statement, index, training, is_beside)
             if (statement.lost or has_no_hostfile) and self._is_for_hostfile(statement):
                 statement.lost, statement.decided = "", "hpc-ddp starts the workers on all nodes"
-                has_no_hostfile = True
+                has_no_hostfile, line = True, f"line {statement.lines[0]}"
+                files |= dict.fromkeys(syntax.files_written(statement.text), line)
+                unknown |= dict.fromkeys({*statement.sets, statement.name} - {""}, line)
                 continue
             reads = () if PRINTS.match(statement.text) else files
             for file in (file for file in reads if _names_file(statement.text, file)):
@@ -130,7 +138,9 @@ class Refusals:
         files = {*map(self._path_of, syntax.files_written(statement.text))}
         match = re.fullmatch(r"cat\s+[\"']?([^\s\"']+)[\"']?", statement.text)
         is_print = match and self._path_of(match[1]) == file
-        return files == {file} or bool(is_print)
+        pieces = (text for text, _ in split_quoted(statement.text) if text[:1] != "#")
+        is_only_that = files == {file} and not _DOES_MORE.search(" ".join(pieces))
+        return is_only_that or bool(is_print)
 
     def _with_values(self, text: str) -> str:
         """Return code with the values, in place of their names, of variables that are known."""
@@ -235,6 +245,7 @@ def _names_file(text: str, file: str) -> bool:
     """Return whether some code names a file, as by `files_written`, and not one whose path only has
     its name in it."""
     text = re.sub(r"\$\{(\w+)\}", r"$\1", text)
+    text = re.sub(r">>?\s*[\"']?[^\s;&|]+", " ", text)  # it is written there
     return bool(
         re.search(rf"(?<![\w./-])(\.|\$PWD)?\"?/?\"?{re.escape(file)}(?![\w/-]|\.\w)", text)
     )

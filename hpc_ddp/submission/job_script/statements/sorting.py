@@ -8,6 +8,7 @@ from collections.abc import Set
 from typing import NamedTuple
 
 from hpc_ddp.core.job.variables import is_of_hpc_ddp, is_of_worker
+from hpc_ddp.submission.job_script.bash.quotes import without_quoted_texts
 from hpc_ddp.submission.job_script.bash.scope import OF_A_JOB
 from hpc_ddp.submission.job_script.bash.values import is_command, is_known
 from hpc_ddp.submission.job_script.bash.words import Word
@@ -34,6 +35,9 @@ from hpc_ddp.submission.job_script.statements.statement import (
     first_load,
     with_functions,
 )
+
+# In the text of a command line: an option, a program, or a launcher.
+_OF_A_COMMAND = re.compile(r"(?:^|[\s=\"'])(?:--?\w|\S+\.py\b|srun|torchrun|python|accelerate)")
 
 
 class Fate(NamedTuple):
@@ -67,7 +71,11 @@ class Sorter:
         self._numbers = reader.scope.numbers
         # Names of assignments in tasks, and of command lines.
         self._inner = {s.name for s in self._statements if s.name and s.inside}
-        self._commands = {s.name for s in self._statements if s.name and is_command(s.assigned)}
+        self._commands = {
+            s.name for s in self._statements
+            if s.name and isinstance(s.assigned, Word) and is_command(s.assigned)
+            and _OF_A_COMMAND.search(s.assigned.text)
+        }  # fmt: skip
         self.kept: set[str] = set()  # variables and functions of lines that stay
         self._needed: set[str] = set()  # by the launch or a line that stays
         self._needed_before: set[str] = set()  # by set-up lines
@@ -181,7 +189,8 @@ class Sorter:
         values = {name: s.assigned for name, s in self._refusals.assigned.items() if not s.exported}
         lines = (s for s in self._statements if not (s.name or s.launch or s.lost or s.decided))
         of_lines = {name for s in lines if not PRINTS.match(s.text) for name in s.names}
-        return not re.search(r">|\btee\b", statement.text) and any(
+        code = without_quoted_texts(re.sub(r"\"[^\"]*\"", "", statement.text))
+        return not re.search(r">|\btee\b|[;|&]", code) and any(
             (name in self._in_launch & self._commands)
             or (is_of_hpc_ddp(name) and not name.startswith("SLURM") and name not in self._needed)
             or (name in values.keys() - self._needed - of_lines and not is_known(values[name]))

@@ -58,6 +58,7 @@ class Statement:
     launch: Launch | None = None
     inside: bool = False
     output: str = ""
+    around: str = ""  # the text of the list or condition around a launch
     lost: str = ""
     decided: str = ""
     defines: str = ""

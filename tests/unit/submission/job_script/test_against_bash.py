@@ -47,6 +47,7 @@ def played(tmp_path: Path, text: str) -> tuple[str, str, bool]:
         # Assignments in one line are no prefix of the next one.
         ("A=$(cat a) B=$(cat b)", 'torchrun train.py --a "$A" --b $B'),
         ("A=1 B=2", "X=$(cat a)", "srun torchrun train.py --x $X"),
+        ("A=$(cat a) B=$(cat b) # both", "torchrun train.py --a $A --b $B"),
         ("A=1 B=2", "if true; then C=3; fi", "torchrun train.py $C"),
         # Values.
         ("OLD=$IFS; IFS=','; P=($(cat a),2); IFS=$OLD", "torchrun train.py ${P[0]} ${P[1]}"),
@@ -56,6 +57,11 @@ def played(tmp_path: Path, text: str) -> tuple[str, str, bool]:
         ('A="my run"', "printf -v A '%s-%s' \"$A\" 7", 'torchrun train.py "$A"'),
         ('ARGS=(--n "my run" "")', "torchrun train.py ${ARGS[@]}"),
         ("export A=1", "export -n A", 'torchrun train.py "${A-}"'),
+        ("N=$(cat a)", "CMD=\"torchrun train.py --n '$N'\"", "eval $CMD"),
+        ("A=1", "eval A=$(echo 2)", "torchrun train.py $A"),
+        ("sort <a> out", "torchrun train.py --n $(cat out)"),
+        ("cat > n <<'X'", "$SLURM_NNODES", "X", 'torchrun train.py "$(cat n)"'),
+        ('A="p q"', 'echo "$A" && echo $A > out', "torchrun train.py $(cat out)"),
     ],
 )  # fmt: skip
 def test_the_same_words_are_started(lines: tuple[str, ...], tmp_path: Path) -> None:

@@ -55,3 +55,26 @@ def test_a_launcher_comes_before_plain_python(tmp_path: Path) -> None:
     assert conversion.settings()["script"] == "train.py"
     assert conversion.settings()["setup"] == ["python prepare.py > log"]
     assert conversion.group(5)[0] == LOST
+
+
+@pytest.mark.parametrize(
+    ("lines", "script", "setup"),
+    [
+        # Names.
+        (("python model.py", "python run_eval.py"), "model.py", None),
+        (("python fit.py", "python main_plot.py"), "fit.py", None),
+        (("python prune.py", "python maintenance.py"), "prune.py", None),
+        (("python -m pkg.prepare", "python -m pkg.train"), "pkg.train", ["python -m pkg.prepare"]),
+        # What is around a preparation stays.
+        (("python prepare.py || exit 1", RUN), "train.py", ["python prepare.py || exit 1"]),
+        (("if ! python prepare.py; then exit 1; fi", RUN), "train.py",
+         ["if ! python prepare.py; then exit 1; fi"]),
+        (("prep() { python prepare.py --d $1; }", "prep a", "prep 'b c'", RUN), "train.py",
+         ["python prepare.py --d a", "python prepare.py --d 'b c'"]),
+    ],
+)  # fmt: skip
+def test_a_preparation_is_told_by_its_name(
+    lines: tuple[str, ...], script: str, setup: list[str] | None, tmp_path: Path
+) -> None:
+    settings = of_text(tmp_path, "\n".join((*lines, ""))).settings()
+    assert (settings["script"], settings.get("setup")) == (script, setup)

@@ -141,3 +141,32 @@ def test_a_launch_that_is_tried_again(loop: str, tmp_path: Path) -> None:
 )
 def test_a_loop_that_does_more_is_named(loop: str, tmp_path: Path) -> None:
     assert 4 in lost(of_text(tmp_path, HEAD + loop), HEAD + loop)
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [
+        f"for i in 1 2 3; do {TRY} || break; done\n",
+        f"for i in 1 2 3; do\n  {TRY}\n  [ $? -eq 0 ] || break\ndone\n",
+        f"for i in 1 2 3; do\n  {TRY}\n  if [ $? -ne 0 ]; then exit 0; fi\ndone\n",
+        f"for i in 1 2 3; do if {TRY}; then echo ok; else break; fi; done\n",
+        f"for c in a b; do export CFG=$c; {TRY} && break; done\n",
+    ],
+)
+def test_a_loop_that_goes_on_after_a_success_is_named(loop: str, tmp_path: Path) -> None:
+    assert 4 in lost(of_text(tmp_path, HEAD + loop), HEAD + loop)
+
+
+def test_nodes_with_other_variables_are_not_joined(tmp_path: Path) -> None:
+    text = f"{HEAD}{ON_FIRST} &\nexport ROLE=worker\n{ON_OTHERS}wait\n"
+    assert 4 in lost(of_text(tmp_path, text), text)
+
+
+@pytest.mark.parametrize(
+    "line", ['ssh $n "cp -r data /tmp"; echo $n', "ssh $n hostname; python setup_db.py"]
+)
+def test_a_loop_that_does_more_than_a_hostfile_is_named(line: str, tmp_path: Path) -> None:
+    loop = f"W=0\nfor n in ${{nodes[@]}}; do\n  {line}\n  W=$((W+1))\ndone > hf\n"
+    text = f"{HEAD}{loop}mpirun -np 8 --hostfile hf python train.py --world $W\n"
+    conversion = of_text(tmp_path, text)
+    assert {5, 9} <= {*lost(conversion, text)}
