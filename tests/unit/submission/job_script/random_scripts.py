@@ -58,7 +58,7 @@ class RandomScript(random.Random):
     def addition(self, name: str, is_array: bool) -> str:
         """Return a statement that adds words to a variable, in most cases at its end."""
         if is_array:
-            forms = (
+            forms: tuple[str, ...] = (
                 f"{name}+=(--k {self.value()})", f'{name}=("${{{name}[@]}}" --z $A)',
                 f"{name}+=(--n)",
                 f'{name}+=("--v=$B" "x y")', f'{name}+=("")', f'declare -a {name}+=(--da)',
