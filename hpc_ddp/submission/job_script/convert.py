@@ -243,7 +243,7 @@ def convert(
     }
     of_wrapper = Scope(
         {**of_cwd, **shell}, arguments=words, has_none=not words, of_shell=environ.keys(),
-        defaults=defaults,
+        defaults=defaults, hides=secrets.is_secret,
     )  # fmt: skip
     job = unwrap(text, of_wrapper)
     directives, text = job.directives, job.text

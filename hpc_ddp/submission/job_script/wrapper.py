@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from hpc_ddp.submission.job_script.bash import syntax
@@ -70,7 +70,7 @@ def unwrap(text: str, scope: Scope) -> JobText:
     root = syntax.parse(text)
     statements = [node for node in root.named_children if node.type != "comment"]
     documents = [(i, d) for i, node in enumerate(statements) if (d := _document_of(node))]
-    commands = [node for node in _all_below(root) if _name_of(node) == "sbatch"]
+    commands = [node for node in syntax.all_below(root) if _name_of(node) == "sbatch"]
     submits = [(i, c) for i, node in enumerate(statements) if (c := _submit_of(node))]
     if not len(documents) == len(commands) == len(submits) == 1:
         return plain
@@ -116,13 +116,6 @@ def _make_job(
     lines[0] = start if start.startswith("#!") else "#!/bin/bash"
     job.text = "\n".join("" if n in job.marks else line for n, line in enumerate(lines, 1))
     return job
-
-
-def _all_below(node: Node) -> Iterator[Node]:
-    """Yield a node and all nodes below it, also those of substitutions."""
-    yield node
-    for child in node.named_children:
-        yield from _all_below(child)
 
 
 def _name_of(node: Node) -> str:

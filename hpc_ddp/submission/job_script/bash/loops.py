@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 
 from hpc_ddp.submission.job_script.bash.syntax import (
     Node,
+    all_below,
     commands_of,
     names_in,
     set_in,
@@ -79,7 +79,7 @@ def retried_command(loop: Node) -> Node | None:
         command = first.named_children[-1]
     elif len(ends) == 1:
         command = _command_before(ends[0])
-    nodes = [inner for part in statements for inner in _all_below(part)]
+    nodes = [inner for part in statements for inner in all_below(part)]
     if command is None or {node.type for node in nodes} & _SETTERS:
         return None
     if set_in(loop) & {*names_in(source(command))}:
@@ -105,10 +105,3 @@ def _command_before(end: Node) -> Node | None:
     is_plain = end.type == "if_statement" and end.named_children[0].type != "negated_command"
     is_plain = is_plain and not any(_ENDS.search(source(child)) for child in branches)
     return end.named_children[0] if is_plain else None
-
-
-def _all_below(node: Node) -> Iterator[Node]:
-    """Yield a node and all nodes below it."""
-    yield node
-    for child in node.named_children:
-        yield from _all_below(child)

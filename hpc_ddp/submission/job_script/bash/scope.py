@@ -177,6 +177,8 @@ class Scope:
         """Forget what a command may change, by its `text` and its `first` word: the variables
         `names`, of which `growing` keep what they have (`leave_open`), the script's arguments, and
         the folder."""
+        if first == "eval":
+            names = names | {*re.findall(r"\b([A-Za-z_]\w*)=", text)}
         for name in growing:
             self.leave_open(name)
         for name in names - growing:
@@ -189,8 +191,6 @@ class Scope:
         if sets_anything(text):
             self.is_open = True
         self.formatted |= names if _FORMATS.match(text) else set()
-        if first == "eval":
-            self.values |= dict.fromkeys(re.findall(r"\b([A-Za-z_]\w*)=", text))
         if match := _READS_DEVICES.match(text):
             self.of_devices[match[1]] = count_devices(self.values.get("CUDA_VISIBLE_DEVICES"))
         before = r"[\s;&\"']" if first == "eval" else r"[\s;&]"

@@ -83,12 +83,8 @@ def _quote_placeholders(root: Node, code: bytes) -> bytes:
     """Return a script's text with quotes around each word ``<name>``, which is no redirection, but
     not in texts that have quotes, or are of a here-document. `code` is the text, `root` its
     tree."""
-    nodes, texts = [root], []
-    while nodes:
-        node = nodes.pop()
-        nodes += node.children
-        if node.type in (*_IN_TEXT, "raw_string"):
-            texts.append(range(node.start_byte, node.end_byte))
+    nodes = (node for node in all_below(root) if node.type in (*_IN_TEXT, "raw_string"))
+    texts = [range(node.start_byte, node.end_byte) for node in nodes]
     return _PLACEHOLDER.sub(
         lambda m: m[0] if any(m.start() in text for text in texts) else b"'%b'" % m[0], code
     )
@@ -343,6 +339,13 @@ def reads_input(node: Node, command: Node) -> bool:
         inner.type in kinds or (inner.type == "file_redirect" and source(inner)[0] == "<")
         for inner in _descend(node)
     )
+
+
+def all_below(node: Node) -> Iterator[Node]:
+    """Yield a node and all nodes below it, in order."""
+    yield node
+    for child in node.named_children:
+        yield from all_below(child)
 
 
 def _descend(node: Node) -> Iterator[Node]:

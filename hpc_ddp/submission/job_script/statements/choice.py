@@ -16,6 +16,11 @@ _TRAINS = re.compile(
     r"(?:^|[_/.-])(?:pre|re)?train(?:er|ing)?(?![a-z])|fine[_-]?tun"
     r"|(?:^|[_/.-])(?:sft|dpo|ddp|main|run)(?![a-z])", re.I
 )  # fmt: skip
+# Options of torchrun by which its nodes meet.
+_MEETS = {
+    *("nnodes", "nnode", "node-rank", "rdzv-endpoint", "rdzv-backend", "rdzv-id", "rdzv-conf"),
+    *("master-addr", "master-port", "hostfile", "num-nodes", "world-size", "base-rank"),
+}
 _TESTS = re.compile(r"eval|test|infer|predict|bench|plot", re.I)
 _PREPARES = re.compile(
     r"(?:^|[_/.-])(?:prep|download|data|convert|tokeni|extract|split|cache|build|setup|install|check|clean"
@@ -26,12 +31,14 @@ _PREPARES = re.compile(
 def choose_launch(reader: Reader, result: Conversion) -> tuple[Launch | None, int]:
     """Return the launch that is the training, and the index of its statement.
 
-    It is the first of the launches that weigh most, on all nodes if there is one; None where there
-    is none, or where a step starts it on fewer nodes than the job has. Without a launch the index
-    is that of a statement which may have one, else the number of statements.
+    It is the first of the launches that weigh most, on all nodes if there is one, but for
+    preparations; None where there is none, or where a step starts it on fewer nodes than the job
+    has. Without a launch the index is that of a statement which may have one, else the number of
+    statements.
 
-    Launches before one on all nodes that weigh less or are on fewer nodes, and checks of each node,
-    become plain commands (their `launch` is None). All others get `lost`. `result` gets notes.
+    Launches before one on all nodes that weigh less, are on fewer nodes or prepare it, and checks
+    of each node, become plain commands (their `launch` is None). All others get `lost`. `result`
+    gets notes.
     """
     statements, nodes = reader.statements, reader.scope.numbers.get("SLURM_NNODES", 1)
     _drop_node_checks(statements)
@@ -49,9 +56,7 @@ def choose_launch(reader: Reader, result: Conversion) -> tuple[Launch | None, in
     is_split = any(launch.node_words for _, _, launch in partial)
     complete = [] if is_split else [entry for entry in same if entry not in partial]
     candidates = complete or same
-    first = next((i for i, entry in enumerate(candidates) if not _prepares(entry[2])), 0)
-    if not any(_trains(launch) for _, _, launch in candidates[first:]):
-        first = 0
+    first = _count_preparations([launch for _, _, launch in candidates])
     start = candidates[first][1]  # in the text of one bash -c the last one counts
     at, chosen, training = [
         entry for entry in candidates
@@ -64,6 +69,9 @@ def choose_launch(reader: Reader, result: Conversion) -> tuple[Launch | None, in
             _make_plain(statement)
         elif statement is not chosen:
             statement.lost = "a second launch: a job has one; submit this one as its own job"
+    if training.in_loop and training.kind == "torchrun" and not _MEETS & training.options.keys():
+        chosen.lost = "a training of its own on each node: hpc-ddp sweep, or a job for each"
+        return None, at
     if chosen.output:
         text = f"its output is in the run's log, not in {chosen.output}: hpc-ddp logs"
         result.note(chosen.lines[0], text)
@@ -74,6 +82,13 @@ def choose_launch(reader: Reader, result: Conversion) -> tuple[Launch | None, in
         result.note(chosen.lines[0], f"{text}: hpc-ddp starts it on all")
     leave_empty(training, statements, reader.open_commands)
     return training, at
+
+
+def _count_preparations(launches: Sequence[Launch]) -> int:
+    """Return how many of the first `launches` prepare a training, by their names; 0 where none of
+    the others trains by its name."""
+    count = next((i for i, launch in enumerate(launches) if not _prepares(launch)), 0)
+    return count if any(map(_trains, launches[count:])) else 0
 
 
 def _fewer_nodes(training: Launch, nodes: int) -> str:

@@ -170,3 +170,11 @@ def test_a_loop_that_does_more_than_a_hostfile_is_named(line: str, tmp_path: Pat
     text = f"{HEAD}{loop}mpirun -np 8 --hostfile hf python train.py --world $W\n"
     conversion = of_text(tmp_path, text)
     assert {5, 9} <= {*lost(conversion, text)}
+
+
+def test_a_training_of_its_own_on_each_node_is_named(tmp_path: Path) -> None:
+    run = "srun -N1 -n1 -r $i torchrun --nproc_per_node=2 train.py"
+    loop = f"for ((i=0; i<4; i++)); do\n  {run} &\ndone\n"
+    conversion = of_text(tmp_path, f"{HEAD}{loop}wait\n")
+    assert 5 in lost(conversion, f"{HEAD}{loop}wait\n")
+    assert "script" not in conversion.settings()

@@ -97,6 +97,7 @@ def test_an_option_that_only_the_shell_knows_is_named(tmp_path: Path) -> None:
         "MODEL=a\ncat > x.sh <<EOT\n{}EOT\nif [ $A ]; then sbatch x.sh; fi\n",
         "MODEL=a\ncat > x.sh <<EOT\n{}EOT\nsbatch $OPTIONS x.sh\n",
         "MODEL=a\ncat <<EOT | sed s/a/b/ | sbatch\n{}EOT\n",
+        "MODEL=a\nAPI_KEY=zq81kfp0aa73xd\nsbatch <<EOT\n{}echo $API_KEY\nEOT\n",  # a secret
         'MODEL=a\nD=$(dirname "$0")\nsbatch <<EOT\n{}EOT\n',
     ],
 )
