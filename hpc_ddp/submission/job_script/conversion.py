@@ -27,10 +27,11 @@ PRINTS = re.compile(
     r"|(set|env)\s*($|[|>;])"
 )
 # A trap that prints how a command has failed, and may end the script.
-_PRINTING = (
-    r"(?P<quote>[\"'])(\s*(\w+=\$\?|(echo|printf|date|exit)\b"
-    r"(\\.|\$\((date|hostname)[^()`$]*\)|[12]?>&2|\$[\w?{!]|(?!(?P=quote))[^\\$`<>|&;])*);?)+"
+_ONE_PRINT = (
+    r"\s*(\w+=\$\?|(echo|printf|date|exit)\b"
+    r"(\\.|\$\((date|hostname)[^()`$]*\)|[12]?>&2|\$[\w?{!]|(?!(?P=quote))[^\\$`<>|&;\n])*)"
 )
+_PRINTING = rf"(?P<quote>[\"']){_ONE_PRINT}([;\n]+{_ONE_PRINT})*[;\s]*"
 PRINTS_ON_ERROR = rf"trap\s+(--\s+)?{_PRINTING}(?P=quote)\s+ERR"
 _PRINTS_ON_SIGNAL = (
     rf"trap\s+(--\s+)?{_PRINTING.replace('quote', 'mark')}(?P=mark)"

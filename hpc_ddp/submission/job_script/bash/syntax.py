@@ -22,7 +22,7 @@ _PLACEHOLDER = re.compile(
 _ARGUMENTS = re.compile(r"(?<!\\)\$(?:[1-9@*#]|\{(?:[1-9@*](?!:?-)[^}]*|#)\})")
 _ALL_ARGUMENTS = re.compile(r"(?<!\\)\$(?:[@*]|\{[@*]\})")
 # What is added to a text in double quotes: no operator of the shell, but within ``$(…)``.
-_ADDED_TEXT = r"(?:\\[\s\S]|\$\([^()]*\)|[^\"\\;&|<>])*"
+_ADDED_TEXT = r"(?:\\[\s\S]|\$\((?:[^()]|\([^()]*\))*\)|(?!\$\()[^\"\\;&|<>])*"
 # Lines that end within a word, and what follows of it.
 _CHUNK = rb"""(?:\$\([^()]*\)|[^\s\\"'`;&|()<>]|"(?:\\.|[^"\\])*"|'[^'\n]*'|\\[^\n])+"""
 _BROKEN_WORD = re.compile(rb"(?:(?:\\\n)+%b)+" % _CHUNK, re.S)

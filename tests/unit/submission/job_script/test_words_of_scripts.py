@@ -532,6 +532,10 @@ def of_text(*lines: str) -> Conversion:
          {"setup": ["if which sbatch > /dev/null; then export A=3; fi"]}),
         (("mkdir -p results", "cd /elsewhere", "srun python a.py"),
          {"chdir": None, "setup": ["mkdir -p results", "cd /elsewhere"]}),
+        # Long texts that nearly fit a pattern.
+        (("trap 'echo a", *["echo b"] * 40, "rm x' INT", "srun python a.py"), {"script": "a.py"}),
+        (("C='torchrun a.py'", f"[ -e x ] && C=\"$C {'--x $(echo y) ' * 40}> z\"", "srun $C"),
+         {"script": "env"}),
         # A secret's value stands nowhere, also not within other words.
         (("MY_API_KEY=zq81kfp0aa73xd", "export WHO=/x/$MY_API_KEY",
           "srun python a.py --key $MY_API_KEY --k2 a/$MY_API_KEY"),
