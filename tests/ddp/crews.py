@@ -224,6 +224,7 @@ def place_on_node(device: str, rank: int, world_size: int) -> dict[str, Any]:
     several nodes, also to NCCL."""
     count = torch.accelerator.device_count() if device == "cuda" else world_size
     place = {"LOCAL_RANK": rank % max(count, 1), "LOCAL_WORLD_SIZE": min(count, world_size)}
+    place["GROUP_RANK"] = rank // max(count, 1)  # by which Lightning knows a node
     return place if count >= world_size else {**place, "NCCL_HOSTID": f"node-{rank // count}"}
 
 

@@ -96,13 +96,10 @@ def houses(tmp_path: Path) -> Path:
     return tmp_path / "houses"
 
 
-def go(crew: Any, ranks: int, job: Job, *more: str, at: int | None = None) -> str:
+def go(crew: Any, ranks: int, job: Job, *more: str, at: int = -1) -> str:
     """Run a job to its end, or to a stop in step `at`, and return what it printed."""
-    argv = [*job.argv.split(), *more]
-    if at is None:
-        launch = crew.launch(ranks, *argv, script=job.script)
-    else:
-        launch = crew.launch(ranks, str(at), job.script, *argv, script="sigterm_at_step.py")
+    argv = [str(at), job.script, *job.argv.split(), *more]
+    launch = crew.launch(ranks, *argv, script="sigterm_at_step.py")
     assert not any(launch.wait()), launch.output()
     output: str = launch.output()
     return output

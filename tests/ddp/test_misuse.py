@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from typing import Any
 
 import pytest
@@ -87,7 +88,9 @@ def test_without_a_finish_it_is_said(crew: Any) -> None:
 
 def test_a_rank_that_leaves_the_loop_is_in_the_journal(crew: Any) -> None:
     launch = crew.launch(2, "early exit", script="misuse.py")
-    assert launch.wait() == [1, 0], launch.output()
+    codes = launch.wait()
+    # Rank 0 meets the end of rank 1 in a collective: Gloo raises there, NCCL's watchdog aborts.
+    assert codes in ([1, 0], [-signal.SIGABRT, 0]), launch.output()
     (left,) = [event for event in crew.events("failed") if event["rank"] == 1]
     assert (left["error"], left["step"]) == ("the script ended without run.finish()", 1)
 
