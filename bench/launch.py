@@ -50,7 +50,7 @@ BARE = """\
 #!/bin/bash
 #SBATCH --nodes=2 --gpus-per-node=2 --ntasks-per-node=1 --output={folder}/out
 date +%s.%N >{folder}/begin
-export OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME=eth0 HPC_DDP_RUN={folder}/run HPC_DDP_ATTEMPT=0
+export OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME=eth0 HPC_DDP_RUNS={folder}/runs
 export PYTHONPATH={repo}
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -1)
 srun --ntasks-per-node=1 {python} -m torch.distributed.run --nnodes=2 --nproc-per-node=2 \\
@@ -60,7 +60,7 @@ BARE_PYTHON = """\
 #!/bin/bash
 #SBATCH --nodes=2 --gpus-per-node=2 --ntasks-per-node=2 --output={folder}/out
 date +%s.%N >{folder}/begin
-export OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME=eth0 HPC_DDP_RUN={folder}/run HPC_DDP_ATTEMPT=0
+export OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME=eth0 HPC_DDP_RUNS={folder}/runs
 export PYTHONPATH={repo} MASTER_PORT=29500 WORLD_SIZE=4 LOCAL_WORLD_SIZE=2
 export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -1)
 srun bash -c 'RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID exec {python} {script} {args}'
@@ -129,7 +129,7 @@ class Bench:
     def start_bare_s(self, script: str) -> float:
         """The same with a hand-written script: torchrun as it is documented, or python."""
         folder = self.fresh()
-        run = RunFolder(folder / "run").make()
+        run = RunFolder(folder / "runs" / DIGITS.stem / "local")  # of a plain start
         words = {"repo": REPO, "python": sys.executable, "script": DIGITS, "args": " ".join(ARGS)}
         (folder / "job").write_text(script.format(folder=folder, **words))
         printed = self.cluster.run("sbatch", "--parsable", str(folder / "job")).stdout

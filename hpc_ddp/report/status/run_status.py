@@ -210,7 +210,7 @@ def _eta_s(events: Sequence[JournalEvent], metrics: MetricsLine | None, now: flo
     if metrics is None or not metrics.total_steps or not isinstance(first, FirstStep):
         return None
     steps = metrics.step - first.step
-    if steps <= 0:
+    if steps <= 0 or metrics.time <= first.time:  # or of an earlier start, which had come further
         return None
     pace_s = (metrics.time - first.time) / steps
     left_s = (metrics.total_steps - metrics.step) * pace_s - (now - metrics.time)

@@ -45,6 +45,13 @@ def test_an_attempt_that_still_starts_has_no_forecast(tmp_path: Path) -> None:
     assert (status.state, status.attempt, status.eta_s) == ("running", 1, None)
 
 
+def test_steps_of_an_earlier_start_are_no_forecast(tmp_path: Path) -> None:
+    run = make_run(tmp_path)  # at step 400, just now
+    write_event(run, "batch", "started", -1, attempt=1, nodes=["n1", "n2"], job_id="7")
+    write_event(run, "rank-0", "first_step", -2, attempt=1, step=391)
+    assert status_of(run, Queue({"7": RUNNING_JOB})).eta_s is None
+
+
 def test_why_a_run_waits_is_told_in_words(tmp_path: Path) -> None:
     queue = Queue({"7": QueuedJob("PENDING", "Priority", "", "1:00:00")})
     status = status_of(make_run(tmp_path), queue)
