@@ -289,18 +289,18 @@ def process_of(events: Sequence[JournalEvent]) -> Work | None:
 
 
 def check_idle(run: RunFolder, is_forced: bool = False) -> None:
-    """Refuse to start a run that is queued or under way: two jobs would write over each other.
+    """Raise UsageError if a job or process works on the run or on a task of it, or may: two would
+    write over each other. The job in which this process runs (SLURM_JOB_ID) does not count.
 
-    A job or process that may work on the run is refused as well, unless `is_forced`. With
-    `is_forced` each job of the run whose life is unknown is journaled as `Dismissed`, the user's
-    word that it is over, even where another job then lets the start be refused; but where squeue is
-    there and gives no answer, `is_forced` has no effect. The job in which this process runs
-    (SLURM_JOB_ID) is no obstacle.
+    With `is_forced` a job or process that only may work on it does not count either, and
+    `Dismissed` is journaled first for each job whose life is unknown, the user's word that it is
+    over, also where the start is then refused. Where squeue is installed and gives no answer,
+    `is_forced` has no effect.
 
     Raises
     ------
     UsageError
-        a job or a process works on the run, or may
+        see above; or an id of the run's waiting tasks can't be parsed
     OSError
         the run's journal can't be read, or a run's folder can't be looked at
     """

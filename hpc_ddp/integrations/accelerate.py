@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hpc_ddp.core.errors import UsageError
-from hpc_ddp.integrations.epochs import EpochStop, generators_of
+from hpc_ddp.integrations.epochs import EpochStop, find_generators_of_loader
 from hpc_ddp.training.data.iterable import set_epoch
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class Stop(EpochStop):
         set_epoch(loader, epoch)
         # Of a shuffle: one for all ranks, or what the script has given to the loader.
         shared = getattr(loader, "synchronized_generator", None)
-        self._restore_order(generators_of(loader) if shared is None else [shared], done)
+        self._restore_order(find_generators_of_loader(loader) if shared is None else [shared], done)
         yield from self._skip(loader, done) if done else loader
 
     def _skip(self, loader: Any, done: int) -> Any:

@@ -197,17 +197,17 @@ def put_states(
         generator.set_state(state)
 
 
-def generators_of(loader: Any) -> list[torch.Generator]:
-    """Return the generators that the script has given to a loader, its sampler or its batch
-    sampler, in the order in which they are found."""
+def find_generators_of_loader(loader: Any) -> list[torch.Generator]:
+    """Return the torch generators among the attributes of a loader, of its sampler and batch
+    sampler, and of theirs; each once, in this order."""
     parts, generators = [loader], list[torch.Generator]()
-    for part in parts:
+    for part in parts:  # grows below, by samplers
         entries = [getattr(part, "generator", None), *getattr(part, "__dict__", {}).values()]
         for entry in entries:  # a sampler's own may have any name
             if isinstance(entry, torch.Generator) and entry not in generators:
                 generators.append(entry)
         inner = [getattr(part, name, None) for name in ("sampler", "batch_sampler")]
-        # On several ranks Fabric makes a data set of the script's sampler, for one of its own.
+        # On several ranks Fabric wraps the script's sampler: `dataset._sampler` of its own.
         inner.append(getattr(getattr(part, "dataset", None), "_sampler", None))
         for sampler in inner:  # by identity: == of an array of indices is an array
             if sampler is not None and all(sampler is not entry for entry in parts):

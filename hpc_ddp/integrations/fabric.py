@@ -25,7 +25,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from hpc_ddp.core.errors import UsageError
-from hpc_ddp.integrations.epochs import EpochStop, generators_of
+from hpc_ddp.integrations.epochs import EpochStop, find_generators_of_loader
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
@@ -91,7 +91,7 @@ class Stop(EpochStop):
     def _batches_left(self, loader: Any, epoch: int, done: int) -> Iterator[Any]:
         """Yield the batches behind the first `done` ones. The first ones are read again and
         dropped, so that random numbers of the data go on as well."""
-        self._restore_order(generators_of(loader), done)
+        self._restore_order(find_generators_of_loader(loader), done)
         vars(loader)["_num_iter_calls"] = epoch  # from which Fabric's loader has its order
         batches = iter(loader)
         for _ in range(done):

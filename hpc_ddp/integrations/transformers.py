@@ -25,7 +25,7 @@ from hpc_ddp.core.errors import UsageError
 from hpc_ddp.integrations.epochs import (
     RANDOM,
     drop_iterator,
-    generators_of,
+    find_generators_of_loader,
     put_states,
     states_of,
 )
@@ -119,7 +119,7 @@ class StopCallback(TrainerCallback):
         `_save_if_due`."""
         loader = values.get("train_dataloader")
         drop_iterator(loader)
-        generators, devices = generators_of(loader), [args.device]
+        generators, devices = find_generators_of_loader(loader), [args.device]
         if self._saved_states is not None:  # the Trainer restores them later: the order is drawn
             put_states(self._saved_states, generators, devices)
             self._saved_states = None

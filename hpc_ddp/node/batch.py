@@ -56,16 +56,17 @@ TEARDOWN_S = 300.0  # what a user's lines after the training may take
 
 
 def queue_next(environ: dict[str, str]) -> None:
-    """Queue a chain's next job before this job's set-up lines, unless this job is not to start; if
-    `begin` then finds a further reason for that, it cancels the next job.
+    """Queue a chain's next job early: before this job's set-up lines. If `begin` then refuses this
+    job, it cancels the queued one.
 
-    Nothing is queued for a finished run, in an allocation (``salloc``), or in a job that Slurm has
-    restarted, which has queued its next one at its first start. This job may get recorded as a link
-    (`chain.record_late_link`), and the mark ``cancelled`` deleted (`chain.check_wanted`). A refusal
-    of sbatch is printed.
+    No job is queued for a finished run, in an allocation (``salloc``), or by a job that Slurm has
+    restarted, which has queued its next one at its first start. Side effects: this job may be
+    recorded as a link (`chain.record_late_link`), the mark ``cancelled`` deleted
+    (`chain.check_wanted`), and a spent budget journaled as a verdict, with the job's message sent
+    (`check_budget`). A refusal of sbatch is printed.
 
     Raise HpcDdpError as `chain.check_wanted` and `check_budget`, or for a broken job.json; OSError
-    if the run's folder can't be read or written.
+    if the run's folder can't be read or written; KeyError outside of a job.
     """
     run, own_job = run_of_job(environ), _own_job(environ)
     restarts = requeue.restarts_of(environ)

@@ -290,13 +290,13 @@ class Run(ModelSetup):
             self._act()
 
     def best(self, value: float, *, higher: bool = True) -> bool:
-        """Return whether `value` is the best so far. If so, this step is saved, and its checkpoint
-        stays; else, and for NaN, `stale` grows by 1.
+        """Note `value`; return whether it is the best so far: the greatest, with ``higher=False``
+        the least, never NaN. If so, this step is saved and kept, else `stale` grows by 1.
 
         Rank 0's value counts on all ranks, so they can decide together: ``if run.stale >= 5:
         break`` is an early stop. All ranks call it, once after an evaluation: at the end of an
         epoch, or within it (without the run's loader before `step`). Raise UsageError if `value` is
-        no number, or by the save if the weights have changed since; RuntimeError without a peer.
+        no number, by the save if the weights have changed since; RuntimeError if a peer is gone.
         """
         is_best = self._manager.judge(number("run.best", "value", value), higher)
         self._add_decision(Decision(save=is_best))

@@ -173,12 +173,13 @@ def take_back_early(run: RunFolder, environ: dict[str, str]) -> None:
 def queue_next_link(
     run: RunFolder, attempt: AttemptFolder, environ: dict[str, str], give_up: float | None = None
 ) -> JobRef | None:
-    """Queue the chain's next job, unless `queue_early` has queued one; note it as the attempt's
-    link, and return it. In each case ``early-links.json`` is deleted.
+    """Queue the chain's next job, or take the one that `queue_early` has queued; write its id into
+    the attempt's ``next.json``, and return it. ``early-links.json`` is deleted in any case.
 
-    Each job calls this at its start, since it may be killed at its end. None where Slurm refuses
-    the next job, or does not answer until `give_up` (see `slurm.show_job`); the reason is printed.
-    Raises OSError if the run's folder can't be read or written.
+    Each job of a chain calls this at its start, since it may be killed at its end, and a job whose
+    requeue Slurm refuses calls it at its end. None where Slurm refuses the next job, or does not
+    answer until `give_up` (by `time.monotonic`, see `slurm.show_job`); the reason is printed.
+    Raises OSError if the run's folder can't be read or written, KeyError outside of a job.
     """
     queued = read_json(run.early_links).get(environ["SLURM_JOB_ID"])
     link = JobRef.parse(queued) if queued else _queue_link(run, environ, give_up)

@@ -91,18 +91,20 @@ def check_silent_ends(run: RunFolder, spec: JobSpec) -> None:
     events = since_submit(events)
     why = too_many_silent(spec, run.most_requeues, events, numbers)
     if why:  # the accounting is asked now alone
-        events += [*_preemptions(run), *_vain_boots(run, events)]
+        events += [*_find_preemptions(run), *_vain_boots(run, events)]
         why = too_many_silent(spec, run.most_requeues, events, numbers)
     if why:
         hint = f"hpc-ddp submit --run {RunFolder(run.whole).quoted} goes on all the same"
         _give_up(run, spec, Cause.NODE_LOST, why, hint)
 
 
-def _preemptions(run: RunFolder) -> list[JournalEvent]:
-    """Return a notice for each attempt that Slurm has preempted, by its accounting, which is asked.
-    A job that is preempted while its container starts has no process that could journal a
-    notice."""
+def _find_preemptions(run: RunFolder) -> list[JournalEvent]:
+    """Ask Slurm's accounting how each start of the run's jobs ended; return a notice for each
+    attempt whose start was preempted, in no order; [] without an answer. A job that is preempted
+    while its container starts has no process that could journal a notice. Raise OSError if the
+    attempts can't be listed."""
     attempts = [(attempt.number, attempt.info) for attempt in run.attempts()]
+    # By a job and the index of its start.
     numbers = {(job.get("job_id"), job.get("restarts")): number for number, job in attempts}
     job_ids = {job["job_id"] for _, job in attempts if job.get("job_id")}
     return [
@@ -189,7 +191,7 @@ def judge(
         decided = judge_stage(run, facts, decided, attempt.staged)
     if decided.cause == Cause.FINISHED and (attempt.node(nodes[0]).path / NO_GROUP).exists():
         decided = replace(decided, why=APART.format(count=len(nodes) * spec.workers_per_node))
-    _record(run, attempt, facts, decided, goes_on)
+    _record_verdict(run, attempt, facts, decided, goes_on)
     return facts, decided
 
 
@@ -237,13 +239,13 @@ def judge_stage(run: RunFolder, facts: AttemptFacts, decided: Verdict, staged: s
     return decided if is_over else Verdict(decided.cause, Action.REQUEUE, why)
 
 
-def _record(
+def _record_verdict(
     run: RunFolder, attempt: AttemptFolder, facts: AttemptFacts, decided: Verdict, goes_on: bool
 ) -> None:
-    """Write the verdict to the journal, and print it to stderr, the job's output. Printed are also
-    the path of the failed worker's log, and, unless the run goes on by itself, the commands that
-    send what trackers have recorded offline. If the journal still refuses the verdict after a
-    minute, that is only printed."""
+    """Write the verdict to the journal, and print to stderr, the job's output: the path of the log
+    of the failed worker, or of torchrun; the verdict and its sequel; and, unless Slurm requeues the
+    run by itself, the commands that send what trackers have recorded offline. If the journal still
+    refuses the verdict after a minute, the refusal is only printed."""
     has_failed = decided.cause in (Cause.FAILED, Cause.STOOD_STILL)
     failure = facts.failure if has_failed else None
     where: dict[str, Any] = {}

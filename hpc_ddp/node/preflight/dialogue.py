@@ -61,6 +61,10 @@ class Dialogue:
 
     Parameters
     ----------
+    nodes
+        all nodes, in the order of srun's tasks
+    commands
+        started at once: one for all nodes, or one for each
     read_notice
         returns a word once the attempt is asked to end, '' before
     log

@@ -170,8 +170,8 @@ def contains(path: Path, text: str) -> bool:
 
 
 def check_partners(place: Place, ports: Mapping[str, int], folder: Path, secret: str) -> None:
-    """Check this node's partners, all at once; report troubles of links and of shared files, and
-    this node's own delay meanwhile.
+    """Test the links and shared files of all partners of this node at the same time; print
+    (`report`) a message to the driver for each trouble, and one with this node's own delay.
 
     `ports` has the ports of the `Listener`s of the partners and of this node, by node. Each node
     has written the `secret` to a file of its own name in `folder`, which is on a shared disk.
@@ -183,8 +183,8 @@ def check_partners(place: Place, ports: Mapping[str, int], folder: Path, secret:
         files = [pool.submit(file_trouble, folder, peer, secret) for peer in peers]
     report(values=delay.result())
     for peer, link, file in zip(peers, links, files, strict=True):
-        why, is_late = link.result()
-        if why:
-            report(trouble=peer, check="link", why=why, late=is_late)
-        if why := file.result():
-            report(trouble=peer, check="scratch", why=why, late=True)
+        reason, is_late = link.result()
+        if reason:
+            report(trouble=peer, check="link", why=reason, late=is_late)
+        if reason := file.result():
+            report(trouble=peer, check="scratch", why=reason, late=True)

@@ -83,7 +83,7 @@ def explain(facts: RunFacts) -> Explanation:
         lost_steps=lost_steps,
         lost_s=lost_s,
     )
-    text = [f"{_name(facts.path)} {explanation.text}", _earlier_ends(facts)]
+    text = [f"{_run_title(facts.path)} {explanation.text}", _earlier_ends(facts)]
     text += [_loss_sentence(facts, explanation), _slow_imports(facts)]
     text += [f"It is a rerun of {event.of}." for event in facts.select(Rerun)[:1]]
     hint = explanation.hint
@@ -146,8 +146,9 @@ def _add_last_attempt(facts: RunFacts, explanation: Explanation) -> Explanation:
     return replace(explanation, text=text, hint=hint)
 
 
-def _name(path: Path) -> str:
-    """Return the words for a run, or for a task of an array with its trial, by its folder."""
+def _run_title(path: Path) -> str:
+    """Return ``Run NAME (ID)``, or for an array's task ``Task 3 (lr=0.1) of run NAME (ID)``, by its
+    folder; a trial that can't be read from the array's job.json is left out."""
     if path.name.startswith("task-"):
         array = path.parent
         task = f"Task {path.name.removeprefix('task-')}{trial_text(RunFolder(path))}"
@@ -202,8 +203,8 @@ def _explain_array(facts: RunFacts) -> Explanation:
 
 
 def _explain_live(facts: RunFacts) -> Explanation:
-    """Explain a job that waits, runs, or is on its way to one of both, or a process of this
-    machine."""
+    """Explain a live run, a job or a process of this machine: waiting, suspended, ending or
+    running, the first that fits. The text lacks its subject, and begins with its verb."""
     record, state = facts.record, facts.job_state
     if record and state is RunState.WAITING:
         words, hint = explain_pending(record.reason, facts.job_id or "")

@@ -203,16 +203,17 @@ def _time_left_s(queued: Sequence[QueuedJob]) -> float | None:
 
 
 def _eta_s(events: Sequence[JournalEvent], metrics: MetricsLine | None, now: float) -> float | None:
-    """Return the seconds until the run's last step, at the mean pace of the newest start, saves
-    included; 0 where that time has passed. None where the number of all steps or the pace is
-    unknown. `now` is in unix seconds, `metrics` the newest event of its kind."""
-    first = last_event(events, FirstStep, WorkerStarted, Started)
-    if metrics is None or not metrics.total_steps or not isinstance(first, FirstStep):
+    """Return the estimated seconds from `now`, in unix seconds, to the run's last step, at the mean
+    pace of the newest start, saves included; 0 where the estimate is over. None where the number
+    of all steps is unknown, or the newest start has no two steps in the journal. `metrics` is the
+    newest event of its kind."""
+    newest = last_event(events, FirstStep, WorkerStarted, Started)  # no FirstStep before its step
+    if metrics is None or not metrics.total_steps or not isinstance(newest, FirstStep):
         return None
-    steps = metrics.step - first.step
-    if steps <= 0 or metrics.time <= first.time:  # or of an earlier start, which had come further
+    steps = metrics.step - newest.step
+    if steps <= 0 or metrics.time <= newest.time:  # or of an earlier start, which had come further
         return None
-    pace_s = (metrics.time - first.time) / steps
+    pace_s = (metrics.time - newest.time) / steps
     left_s = (metrics.total_steps - metrics.step) * pace_s - (now - metrics.time)
     return max(0.0, left_s)
 

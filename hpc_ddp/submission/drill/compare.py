@@ -243,15 +243,17 @@ def _parts_that_differ(reference: DrillRecord, record: DrillRecord) -> Iterator[
 
 
 def _distance(pairs: Sequence[Pair], size: str) -> float | None:
-    """Return the largest relative difference (see `_relative`) in some pairs of records: of the
-    values that both records have, and of their size of the name `size` (``gradients`` or
+    """Return the largest relative difference (see `_relative_difference`) in some pairs of records:
+    of the values that both records have, and of their size of the name `size` (``gradients`` or
     ``weights``). inf where only one number is NaN or infinite; None without numbers. Raise KeyError
     for a record that lacks the size."""
     distances = []
     for a, b in pairs:
         numbers = [(a.values[name], v) for name, v in b.values.items() if name in a.values]
         numbers.append((a.sizes[size], b.sizes[size]))
-        distances += [_relative(u, v) for u, v in numbers if _is_number(u) and _is_number(v)]
+        distances += [
+            _relative_difference(u, v) for u, v in numbers if _is_number(u) and _is_number(v)
+        ]
     return max(distances, default=None)
 
 
@@ -259,10 +261,10 @@ def _is_number(scalar: object) -> bool:
     return isinstance(scalar, (int, float)) and not isinstance(scalar, bool)
 
 
-def _relative(a: float, b: float) -> float:
-    """Return the difference of two numbers relative to the larger one, or to 1e-3: 0 where both are
-    NaN or the same, inf where one is NaN or infinite."""
-    if a == b or (a != a and b != b):
+def _relative_difference(a: float, b: float) -> float:
+    """Return ``|a - b| / max(|a|, |b|, 1e-3)``: 0 for equal numbers and for two NaN, else inf if
+    one of them is NaN or infinite."""
+    if a == b or (math.isnan(a) and math.isnan(b)):
         return 0.0
     if not (math.isfinite(a) and math.isfinite(b)):
         return math.inf

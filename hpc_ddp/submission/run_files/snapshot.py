@@ -141,9 +141,9 @@ def _modules_of(tree: ast.AST, path: Path, folders: Sequence[Path]) -> Iterator[
 
 
 def files(script: Path, run: RunFolder, exclude: Sequence[str]) -> tuple[Path, list[str]]:
-    """Return the folder of the code around `script`, and the files in it that a snapshot copies, by
-    names relative to it. Files of other users, and large weights that do not fit, are left out,
-    with a note on stderr.
+    """Return the top folder of the code of `script`, its git work tree or else its folder, and the
+    names in it of the files that a snapshot copies. Left out with a note are git repositories but
+    submodules, files of others than this user, root and the script's owner, and too large weights.
 
     Parameters
     ----------

@@ -36,12 +36,13 @@ def take_apart(
     dots.
 
     The mark is `TENSOR`, or `ON_DEVICE` with the index of the tensor's accelerator in this worker's
-    `devices` (0 if it is not in them). Other subclasses of dict than `_DICTS`, and those of list
-    and tuple, become plain; numbers of numpy that compute as Python's become these. A defaultdict
-    and a named tuple are refused: scripts use the ones that come back as the ones that they made.
+    `devices` (0 if it is not in them). Mappings of other types than `_DICTS` become dicts, lists,
+    tuples and sets of other types plain ones; numpy's float64, whole numbers and bools become
+    Python's.
 
-    Raise HpcDdpError for an entry that ``weights_only`` would refuse to load again; the tensors
-    before it are in `tensors`.
+    Raise HpcDdpError for a named tuple or a defaultdict, which would come back as another type; for
+    a tensor that is sparse, quantized or a wrapper, or whose name is reserved or used twice; and
+    for what ``weights_only`` would refuse to load. The tensors before it are in `tensors`.
     """
     if isinstance(value, torch.Tensor):
         if value.layout != torch.strided or value.is_quantized:
@@ -55,7 +56,7 @@ def take_apart(
         tensors[where] = value
         number = devices.index(value.device) if value.device in devices else 0
         return ON_DEVICE.format(number) if is_accelerator(value.device) else TENSOR
-    if isinstance(value, defaultdict) or hasattr(value, "_fields"):
+    if isinstance(value, defaultdict) or hasattr(value, "_fields"):  # a named tuple's
         raise refusal(where, f"{kind_of(value)}, which would come back as a plain one")
     if isinstance(value, Mapping):
         for key in value:

@@ -130,10 +130,10 @@ def _other_constants(
 def put_flags_back(
     objects: Mapping[str, Any], tree: Mapping[str, Any], trained: TrainedParameters
 ) -> list[str]:
-    """Set which parameters need gradients, and which parts of modules are in training mode, as in a
-    checkpoint with the state dicts `tree`. A flag that the loop had not changed by then is set as
-    the script makes it. Return a line of text for each module with parameters whose flag was
-    another one."""
+    """Set requires_grad of parameters, and the training mode of parts of modules, to what they were
+    at a save with the state dicts `tree`: the checkpoint's flag where the loop had changed it
+    before the save, else the script's. Return a line of text for each module of which the
+    requires_grad of a parameter was different; modes have no line."""
     notes = []
     for name, module in ((name, unwrap(thing)) for name, thing in objects.items()):
         if isinstance(module, torch.nn.Module):

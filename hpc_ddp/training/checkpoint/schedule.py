@@ -162,14 +162,14 @@ class SaveSchedule:
     ) -> None:
         self._checkpoints, self._rank = checkpoints, rank
         self._every_steps = every_steps
-        self._newest_step: int | None = None  # of the last call of `after_step`
+        self._newest_step: int | None = None  # of the last call of `note_step`
         self._auto = isinstance(every, str)
         self._every = FIRST_AUTO_S if isinstance(every, str) else every
         self._between_failures_s = failure_interval_s
         self._last = time.monotonic()  # when the last save began
         self._slowest_before_s = slowest_save_s
 
-    def after_step(self, step: int) -> bool:
+    def note_step(self, step: int) -> bool:
         """Note that `step` is done, and return whether a save is due after it by `every_steps`; the
         same on all ranks.
 
@@ -177,11 +177,11 @@ class SaveSchedule:
         a multiple of `every_steps` was reached or passed since the last call. At the first call of
         a process a save is due only if `step` is a multiple.
         """
-        before, self._newest_step = self._newest_step, step
+        newest, self._newest_step = self._newest_step, step
         if self._every_steps is None:
             return False
-        before = step - 1 if before is None else before
-        return step // self._every_steps > before // self._every_steps
+        previous = step - 1 if newest is None else newest
+        return previous // self._every_steps < step // self._every_steps
 
     def is_due(self) -> bool:
         """Return whether a save is due by rank 0's clock; False on other ranks, and while a save is

@@ -193,10 +193,13 @@ def _states_of(generators: Mapping[str, Any]) -> dict[str, bytes]:
 
 
 def find_generators(thing: Any, name: str = "dataset") -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the transforms that can be seeded, and the other generators, in a data set, a
-    transform or a ``collate_fn`` and in all that it holds, each by its place: a text as
-    ``dataset.transform``, that begins with `name`. `MOST_OBJECTS` objects are looked at, at
-    most."""
+    """Search a data set, a transform or a ``collate_fn``, and all that it holds, for transforms
+    with a seeding method, which are not searched further, and for other random generators. Return
+    both, by place: a text as ``dataset.transform``, that begins with `name`.
+
+    With the name ``dataset`` `thing` itself is no transform. At most `MOST_OBJECTS` objects are
+    visited.
+    """
     transforms: dict[str, Any] = {}
     generators: dict[str, Any] = {}
     visited: set[int] = set()
@@ -206,7 +209,7 @@ def find_generators(thing: Any, name: str = "dataset") -> tuple[dict[str, Any], 
         if id(part) in visited or isinstance(part, _SEALED):
             continue
         visited.add(id(part))
-        # A data set that can be seeded may draw its split so.
+        # A data set with a seeding method may draw its split by it: a new seed would change it.
         may_split = (part is thing and name == "dataset") or isinstance(part, Dataset)
         if not may_split and _seeder_of(part):
             transforms[place] = part

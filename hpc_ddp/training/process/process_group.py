@@ -293,15 +293,16 @@ def leave(control: Control, device: torch.device, then_exit: bool, destroys: boo
 
 
 def leave_quickly() -> None:
-    """Register an exit function: it runs all the others, the script's own too, and then ends the
-    process without a teardown, with 0."""
+    """Register an exit function that ends the process by `os._exit`: torch's teardown and
+    destructors do not run. Before that it calls the exit functions registered earlier, the
+    script's among them, and flushes stdout and stderr. The exit code is 0 in any case."""
 
-    def leave() -> None:
-        """Call the exit functions registered before, and exit with 0."""
-        atexit.unregister(leave)
+    def end_process() -> None:
+        """Call the exit functions registered earlier, and exit with 0."""
+        atexit.unregister(end_process)
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)
 
-    atexit.register(leave)  # the last one registered is the first to run
+    atexit.register(end_process)  # the last one registered is the first to run

@@ -34,8 +34,9 @@ SILENT_S = 300.0  # a live run of another host writes its journal more often
 def find(env: LaunchEnv, dist_env: DistEnv, control: Control) -> tuple[RunFolder, int]:
     """Return the run's folder and this attempt's number, the same on all ranks; it is a collective.
 
-    Under the launcher both come from `env`. Under a plain start rank 0 makes the folder, claims the
-    attempt, prints the folder and journals the start (`_claim_local`).
+    Under the launcher both come from `env`, and rank 0 warns where a notice would end the process
+    above it. Under a plain start rank 0 makes the folder, claims the attempt, prints the folder and
+    journals the start (`_claim_local`).
 
     Raises
     ------

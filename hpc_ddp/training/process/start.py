@@ -21,8 +21,8 @@ P = ParamSpec("P")
 def _with_parameters_of(
     make_options: Callable[P, Options],
 ) -> Callable[[Callable[[Options], Run]], Callable[P, Run]]:
-    """Return a decorator for a function of one `Options`: the decorated function has the parameters
-    of `make_options`, and passes its result on."""
+    """Return a decorator. It turns a function of one `Options` into one with the parameters of
+    `make_options`, whose result is the function's argument."""
 
     def decorate(function: Callable[[Options], Run]) -> Callable[P, Run]:
         """Return `function` with the parameters of `make_options`, and their signature for help."""

@@ -144,7 +144,7 @@ class StopConsensus:
             decision = self.decide_now()
         elif len(self._since_exchange) >= self._period:
             decision = self._exchange()
-        if self._schedule.after_step(step):
+        if self._schedule.note_step(step):
             return Decision(decision.reason, save=True)
         return decision
 

@@ -16,7 +16,7 @@ from torch.utils.data import (
 )
 
 from hpc_ddp.core.errors import UsageError
-from hpc_ddp.integrations.epochs import EpochStop, drop_iterator, generators_of
+from hpc_ddp.integrations.epochs import EpochStop, drop_iterator, find_generators_of_loader
 from hpc_ddp.integrations.fabric import Stop
 
 
@@ -97,10 +97,13 @@ def test_the_generators_of_a_loader_are_the_scripts() -> None:
         DataLoader(data, batch_sampler=BatchSampler(sampler, 2, drop_last=False)),
     ]
     for loader in loaders:
-        assert generators_of(loader) == [generator]
+        assert find_generators_of_loader(loader) == [generator]
     second = torch.Generator()
-    assert generators_of(DataLoader(data, sampler=sampler, generator=second)) == [second, generator]
-    assert generators_of(DataLoader(data)) == []
+    assert find_generators_of_loader(DataLoader(data, sampler=sampler, generator=second)) == [
+        second,
+        generator,
+    ]
+    assert find_generators_of_loader(DataLoader(data)) == []
 
 
 def test_the_generator_of_a_sampler_that_fabric_wraps_is_the_scripts() -> None:
@@ -110,19 +113,21 @@ def test_the_generator_of_a_sampler_that_fabric_wraps_is_the_scripts() -> None:
     indices = TensorDataset(torch.arange(4))
     vars(indices)["_sampler"] = sampler
     wrapper: DistributedSampler[Any] = DistributedSampler(indices, num_replicas=2, rank=0)
-    assert generators_of(DataLoader(data, sampler=wrapper)) == [generator]
+    assert find_generators_of_loader(DataLoader(data, sampler=wrapper)) == [generator]
 
 
 def test_the_generator_of_a_sampler_may_have_any_name() -> None:
     generator, data = torch.Generator(), TensorDataset(torch.arange(4))
     sampler = RandomSampler(data)
     vars(sampler)["numbers"] = generator
-    assert generators_of(DataLoader(data, sampler=sampler)) == [generator]
+    assert find_generators_of_loader(DataLoader(data, sampler=sampler)) == [generator]
 
 
 def test_indices_may_be_an_array() -> None:
     indices: Any = torch.arange(4).numpy()
-    assert generators_of(DataLoader(TensorDataset(torch.arange(4)), sampler=indices)) == []
+    assert (
+        find_generators_of_loader(DataLoader(TensorDataset(torch.arange(4)), sampler=indices)) == []
+    )
 
 
 def test_the_facts_of_the_script_outlast_an_epoch() -> None:

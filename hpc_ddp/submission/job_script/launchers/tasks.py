@@ -171,16 +171,20 @@ def read_shell(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
 
 
 def read_image(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
-    """Read Singularity, Apptainer or Shifter with the image; return the words behind. ``run`` with
-    a program that is no launcher is read as ``exec``, and its line is lost; ``shell`` and the like
-    are no launch."""
+    """Read options and image of Singularity, Apptainer or Shifter into the settings ``image`` and
+    ``container-tool`` of `launch`, which marks what is left out. Return the words behind the image,
+    [] where the tool starts no program (``shell``, ``pull``).
+
+    ``run`` before a launcher keeps the image's runscript (``TOOL-run``); before another program it
+    is read as ``exec``, and the line is lost.
+    """
     tool = words[0].text.rsplit("/", 1)[-1]
     if tool == "shifter":
         remaining = launch.take_options(words, _SHIFTER, scope)
     else:
         verbs = ("exec", "run", "shell")
         at = next((i for i, word in enumerate(words) if i and word.text in verbs), 0)
-        if not at or words[at].text == "shell":
+        if not at or words[at].text == "shell":  # 0: no such verb
             return []
         for word in words[1:at]:
             launch.mark(word.line, "", f"{tool} {word.text} is left out: container = …")

@@ -14,18 +14,20 @@ from hpc_ddp.submission.job_script.bash.words import Word, literal, split_text
 from hpc_ddp.submission.job_script.conversion import PRINTS
 from hpc_ddp.submission.job_script.launchers.launch import Launch
 from hpc_ddp.submission.job_script.launchers.read import read_launch
-from hpc_ddp.submission.job_script.statements.statement import Statement
+from hpc_ddp.submission.job_script.statements.statement import Place, Statement
 
 _KEEPS = re.compile(r">|\btee\b")  # a print that does more
 
 
-def grows(name: str, node: syntax.Node, scope: Scope, step: str) -> bool:
-    """Return whether a block only adds to the variable `name`, and that is a launch so far, in
-    tasks of `step`, or of the batch script if `step` is ''."""
+def extends_launch(name: str, block: syntax.Node, scope: Scope, place: Place) -> bool:
+    """Return whether the variable `name` holds the words of a launch, and `block`, a condition or a
+    loop, does nothing with it but add words. ``place.step`` is the command whose tasks run the
+    words, '' for the batch script."""
     assigned = scope.values.get(name)
     words = split_text(assigned) if isinstance(assigned, Word) else assigned or []
-    is_launch = words and syntax.is_only_added(name, node)
-    return bool(is_launch and read_launch(words, scope, step).weight)
+    if not words or not syntax.is_only_added(name, block):
+        return False
+    return read_launch(words, scope, place.step).weight > 0  # 0: no launch
 
 
 def leave_empty(

@@ -17,7 +17,7 @@ from hpc_ddp.submission.job_script.bash.words import Part, Word, literal
 from hpc_ddp.submission.job_script.conversion import LOST, OURS, TAKEN, VERDICT, Mark
 from hpc_ddp.submission.job_script.launchers.launch import Launch
 from hpc_ddp.submission.job_script.launchers.read import read_launch
-from hpc_ddp.submission.job_script.statements.open_commands import grows
+from hpc_ddp.submission.job_script.statements.open_commands import extends_launch
 from hpc_ddp.submission.job_script.statements.statement import (
     Place,
     Statement,
@@ -47,7 +47,7 @@ class Reader:
         self._functions: dict[str, tuple[Node, Statement, Place]] = {}
         self._place, self._exports_all = Place(), False
         self.child_shells: list[Statement] = []  # each as one statement, by its number
-        self.open_commands: dict[str, list[Statement]] = {}  # assignments (see `grows`)
+        self.open_commands: dict[str, list[Statement]] = {}  # assignments (see `extends_launch`)
         self._shells: tuple[int, ...] = ()  # the child shells that are being read
 
     def read(self, text: str) -> None:
@@ -122,9 +122,9 @@ class Reader:
         if not (statement.name or statement.launch or statement.defines):
             statement.sets = set_in(node)
             names = statement.sets | set_by_calls(node, self._functions)
-            growing = {n for n in statement.sets if grows(n, node, self.scope, self._place.step)}
-            self.scope.forget_changes(text, statement.first, names, growing)
-            for name in growing - self.open_commands.keys():
+            longer = {n for n in statement.sets if extends_launch(n, node, self.scope, self._place)}
+            self.scope.forget_changes(text, statement.first, names, longer)
+            for name in longer - self.open_commands.keys():
                 before = [s for s in self.statements if s.name == name and not s.inside]
                 self.open_commands[name] = before
         is_plain = not (statement.launch or statement.defines or self.scope.are_set)

@@ -55,7 +55,7 @@ def test_saves_by_steps_also_where_several_are_counted_at_once(
     steps: Sequence[int], due: list[int]
 ) -> None:
     timed = make_schedule(every_steps=5)
-    assert [step for step in steps if timed.after_step(step)] == due
+    assert [step for step in steps if timed.note_step(step)] == due
 
 
 def test_the_best_and_one_of_every_n_steps_stay(tmp_path: Path) -> None:
