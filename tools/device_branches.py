@@ -1,5 +1,5 @@
 """The branches of device code: each condition on a device, a backend or a precision, and which of
-its two outcomes some test on the stand-in accelerator has seen.
+its two outcomes some test has seen, on the stand-in accelerator or on the CPU.
 
 `make device-faults ALL=1` records them while it looks for the tests that reach its faults.
 """
@@ -120,15 +120,16 @@ def all_branches(files: Sequence[Path] = FILES) -> list[Mutation]:
     ]
 
 
-def report(draw: Draw, reached: Map, equivalent: Path, write: Callable[[str], None]) -> bool:
-    """Print the outcomes that no test has seen; return whether each has a reason in the file
-    `equivalent`, and all tests have been run."""
+def report(
+    draw: Draw, maps: Sequence[Map], equivalent: Path, write: Callable[[str], None]
+) -> bool:
+    """Print the outcomes that no test of the `maps` has seen; return whether each has a reason in
+    the file `equivalent`, and all tests have been run."""
     reasons = reason_by_mutation(draw.mutations, read_equivalent(equivalent))
-    is_whole = reached.is_complete()
+    is_whole = all(reached.is_complete() for reached in maps)
     open_places, explained = [], []
     for index, place in enumerate(draw.mutations):
-        reach = reached.reach(draw, index)
-        if reach.tests or reach.at_import:
+        if any(reach.tests or reach.at_import for reach in (m.reach(draw, index) for m in maps)):
             continue
         text = f"{place.file}:{place.line}  {place.kind}: {place.before}"
         if place in reasons:

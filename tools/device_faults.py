@@ -2,7 +2,8 @@
 
     make device-faults             removes one call or argument at a time; tests/ddp/test_device.py
     make device-faults ALL=1       survivors again, with tests/unit and all of `make test-device`;
-                                   and which branches of device code these tests take
+                                   and which branches of device code these tests take, or those
+                                   of tests/ddp on the CPU
     make device-faults REPORT=1    what there is, without running anything
 
 The list is made from the code of `hpc_ddp/training`: each wait, event, stream, pinned memory, move
@@ -15,7 +16,7 @@ import argparse
 import ast
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,6 +33,7 @@ FOLDER = REPO / "hpc_ddp" / "training"
 FIRST_TESTS = "tests/ddp/test_device.py"
 ALL_TESTS = (*DEVICE_TESTS, "tests/cli/test_devices_here.py", "tests/unit")
 ENVIRON = {"DEVICE": "sim"}
+CPU_TESTS, CPU_ENVIRON = ("tests/ddp",), {"DEVICE": "cpu"}  # further ones that take branches
 HANG_S = 60.0  # more than ten times what a test took: a collective that has no peer
 
 # Calls of which nothing but the effect is wanted: the statement is removed.
@@ -135,11 +137,15 @@ class DeviceExamination(Examination):
         yield self._shortest([test for test in reach.tests if test not in first], reach), HANG_S
 
 
-def run(draw: Draw, reached: Map, store: Store, commit: str, args: argparse.Namespace) -> None:
+def run(
+    draw: Draw, maps: Sequence[Map], store: Store, commit: str, args: argparse.Namespace
+) -> None:
+    """Complete the `maps`, then try each fault of the draw on the tests of the first one."""
     copy = WorkingCopy("device-faults", dirty=args.dirty)
-    reached.complete(copy)
+    for reached in maps:
+        reached.complete(copy)
     examination = DeviceExamination(copy, int(args.all), args.seconds, ENVIRON)
-    examine_all([draw], store, commit, reached, examination)
+    examine_all([draw], store, commit, maps[0], examination)
 
 
 def main() -> int:
@@ -160,12 +166,14 @@ def main() -> int:
             return True
         commit, store = current_commit(), Store(None if args.dirty else STORE)
         draws, tests = ([draw, branches], ALL_TESTS) if args.all else ([draw], (FIRST_TESTS,))
-        reached = Map(store, commit, draws, tests, ENVIRON)
+        maps = [Map(store, commit, draws, tests, ENVIRON)]
+        if args.all:
+            maps.append(Map(store, commit, [branches], CPU_TESTS, CPU_ENVIRON))
         if not args.report:
-            run(draw, reached, store, commit, args)
+            run(draw, maps, store, commit, args)
         is_whole = report([draw], store, commit, int(args.all))
         if args.all:
-            is_whole &= device_branches.report(branches, reached, EQUIVALENT, print)
+            is_whole &= device_branches.report(branches, maps, EQUIVALENT, print)
         return is_whole
 
     return run_command(parser, act)

@@ -45,8 +45,10 @@ def take_apart(
     for what ``weights_only`` would refuse to load. The tensors before it are in `tensors`.
     """
     if isinstance(value, torch.Tensor):
-        if value.layout != torch.strided or value.is_quantized:
+        if value.layout != torch.strided:
             raise refusal(where, f"a tensor of layout {value.layout}")
+        if value.is_quantized:
+            raise refusal(where, "a quantized tensor")
         if is_traceable_wrapper_subclass(value) and not is_sharded(value):
             raise refusal(where, kind_of(value))
         if where.endswith(OWN):

@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator
 
 import pytest
+import torch.distributed as dist
 
 from hpc_ddp.training.models import rng
 from hpc_ddp.training.stops import signals
@@ -14,6 +15,16 @@ from unit.training.fakes import LeftError
 def _untouched_generators() -> Iterator[None]:
     with rng.untouched():
         yield
+
+
+@pytest.fixture
+def two_ranks() -> Iterator[None]:
+    """A process group whose other rank is not there: sums over ranks are what this one has."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield
+    dist.destroy_process_group()
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import math
+import os
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -221,6 +222,58 @@ def test_backends_carry_tensors_of_their_devices() -> None:
     assert devices.carries("gloo", torch.device("cpu"))
     assert not devices.carries("gloo", torch.device("xpu", 0))
     assert devices.carries("a plugin's", torch.device("xpu", 0))  # the plugin knows
+
+
+@pytest.mark.parametrize(
+    ("gpus", "per_worker", "local", "first"),
+    [(1, 1, 3, 0), (4, 1, 3, 3), (4, 2, 3, 2), (3, 2, 1, 0), (1, 2, 0, "2 workers of 2 GPUs")],
+)
+def test_workers_of_a_developer_may_share_gpus(
+    monkeypatch: pytest.MonkeyPatch, gpus: int, per_worker: int, local: int, first: int | str
+) -> None:
+    give_gpus(monkeypatch, gpus)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv("HPC_DDP_DRY_RUN_DEVICES", "shared")
+    info = DistEnv(local, local, 4 if isinstance(first, int) else 2, 2, launched=True)
+    if isinstance(first, str):
+        with pytest.raises(HpcDdpError, match=first):
+            choose_devices(info, per_worker)
+    else:
+        expected = [torch.device("cuda", first + number) for number in range(per_worker)]
+        assert choose_devices(info, per_worker) == expected
+
+
+@pytest.mark.parametrize("shared", ["shared", "1"])
+def test_ranks_that_share_a_gpu_are_hosts_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, shared: str
+) -> None:
+    monkeypatch.setenv("HPC_DDP_DRY_RUN_DEVICES", shared)
+    monkeypatch.setenv("NCCL_HOSTID", "")  # so that it is put back
+    monkeypatch.delenv("NCCL_HOSTID")
+    devices.tell_sharers_apart(CPU, 3)
+    assert os.environ.get("NCCL_HOSTID") == ("rank-3" if shared == "shared" else None)
+
+
+def test_gpus_of_an_unknown_vendor_have_no_variable_that_hides_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    give_gpus(monkeypatch, 2)
+    monkeypatch.setattr(devices, "KINDS", {})
+    assert devices.hiding_words() == ""
+    with pytest.raises(HpcDdpError) as caught:
+        choose_devices(DistEnv(2, 2, 3, 3, launched=True))
+    assert caught.value.hint == "start 2 workers per node"
+
+
+def test_a_device_that_does_not_tell_counts_as_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module, expected in (
+        (SimpleNamespace(), True),
+        (SimpleNamespace(is_initialized=lambda: False), False),
+        (SimpleNamespace(is_initialized=lambda: True), True),
+    ):
+        monkeypatch.setattr(torch, "get_device_module", lambda device, of=module: of)
+        assert devices.is_used(torch.device("xpu", 0)) is expected
+    assert not devices.is_used(CPU)
 
 
 def test_a_machine_without_accelerators_has_none(monkeypatch: pytest.MonkeyPatch) -> None:

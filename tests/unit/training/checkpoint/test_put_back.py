@@ -459,6 +459,12 @@ def test_optimizer_state_keeps_the_memory_format_of_its_parameter(tmp_path: Path
     assert torch.equal(models[0].weight, models[1].weight)
 
 
+def test_a_device_that_the_worker_lacks_now_is_its_first_one() -> None:
+    reader = Reader([], [])
+    reader.devices = [torch.device("cuda", 2), torch.device("cuda", 3)]
+    assert [reader.device(number).index for number in (0, 1, 2)] == [2, 3, 2]
+
+
 def test_a_tensor_that_no_rank_has_stored_is_named(tmp_path: Path) -> None:
     with pytest.raises(HpcDdpError, match=r"x\.value is a tensor that no rank has stored"):
         put_back.put_back({"x": Holds()}, {"x": {"value": plain_state.TENSOR}}, Reader([], []), 1)
@@ -618,9 +624,10 @@ def test_entries_that_a_model_writes_and_does_not_load_have_to_be_equal(tmp_path
     result = state.collect({"m": model})
     load_state(tmp_path, result, {"m": fresh})
     assert torch.equal(fresh.state_dict()["0.weight"], model.state_dict()["0.weight"])
-    vars(fresh[0])["scale"] = 3.0
-    with pytest.raises(HpcDdpError, match=r"m: the model does not load 0\.weight\.scale"):
-        load_state(tmp_path, result, {"m": fresh})
+    for scale in (3.0, 2):  # a whole number is of another type
+        vars(fresh[0])["scale"] = scale
+        with pytest.raises(HpcDdpError, match=r"m: the model does not load 0\.weight\.scale"):
+            load_state(tmp_path, result, {"m": fresh})
 
 
 def test_what_a_model_leaves_out_of_its_state_stays(tmp_path: Path) -> None:

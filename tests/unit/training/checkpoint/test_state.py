@@ -30,6 +30,14 @@ from unit.training.fakes import Holds
 Pair = namedtuple("Pair", "first second")
 
 
+def shard_of(local: torch.Tensor) -> Any:
+    """Return a DTensor of two ranks, this one's part of which is `local`."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    return DTensor.from_local(local, init_device_mesh("cpu", (2,)), [Shard(0)])
+
+
 @pytest.mark.parametrize(
     ("value", "words"),
     [
@@ -42,6 +50,13 @@ Pair = namedtuple("Pair", "first second")
 )
 def test_unsupported_state_is_refused_with_its_place(value: Any, words: str) -> None:
     with pytest.raises(HpcDdpError, match=words):
+        state.collect({"x": Holds(value)})
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")  # is deprecated
+def test_a_quantized_tensor_is_refused() -> None:
+    value = torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
+    with pytest.raises(HpcDdpError, match=r"x\.value is a quantized tensor"):
         state.collect({"x": Holds(value)})
 
 
@@ -207,6 +222,26 @@ def test_what_another_object_has_is_stored_once() -> None:
     assert not result.buffers
     assert not [name for name in result.tensors if optimizer_state.PARAMETERS in name]
     assert "o.state.parameter 0.exp_avg" in result.trained
+
+
+def test_shards_of_another_object_are_shared_as_a_modules(two_ranks: None) -> None:
+    """Rank 0's parts would stand for those of all."""
+    weight: Any = nn.Parameter(shard_of(torch.ones(4)))
+    optimizer = torch.optim.Adam([weight])
+    weight.grad = shard_of(torch.ones(4))
+    optimizer.step()
+    result = state.collect(
+        {"agent": Holds({"net": weight, "count": torch.ones(2)}), "o": optimizer}
+    )
+    assert list(result.rank_0_objects["agent"]) == ["agent.value.count"]
+    assert not [name for name in result.tensors if optimizer_state.PARAMETERS in name]
+
+
+def test_sharded_parameters_that_ddp_ignores_are_saved_as_shards(two_ranks: None) -> None:
+    model = nn.Linear(2, 2)
+    model.weight = nn.Parameter(shard_of(torch.ones(2, 2)))
+    model._ddp_params_and_buffers_to_ignore = ["weight", "bias"]  # type: ignore[assignment]
+    assert [name for name, _ in state.ignored_by_ddp({"m": model})] == ["m.bias"]
 
 
 def test_a_shard_of_8_bits_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

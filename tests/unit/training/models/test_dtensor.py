@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from hpc_ddp.core.errors import HpcDdpError
@@ -17,16 +15,6 @@ from hpc_ddp.training.devices import CPU
 from hpc_ddp.training.models import dtensor
 from hpc_ddp.training.models.mesh import ParallelDims
 from unit.training.fakes import FakeDTensor
-
-
-@pytest.fixture
-def two_ranks() -> Iterator[None]:
-    """A process group whose other rank is not there: sums over ranks are what this one has."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    yield
-    dist.destroy_process_group()
 
 
 def test_a_gradient_whose_sum_is_pending_is_clipped(two_ranks: None) -> None:
@@ -40,6 +28,19 @@ def test_a_gradient_whose_sum_is_pending_is_clipped(two_ranks: None) -> None:
     norm = dtensor.clip_([weight], 1.5, ParallelDims(), CPU)
     assert norm.item() == 6.0
     assert weight.grad.to_local().tolist() == pytest.approx([0.75] * 4)
+
+
+def test_parameters_that_are_whole_are_left_to_ddp(two_ranks: None) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh: Any = init_device_mesh("cpu", (2,))
+    model = nn.Linear(2, 2)
+    weight: Any = nn.Parameter(DTensor.from_local(torch.ones(2, 2), mesh, [Replicate()]))
+    model.weight, before = weight, model.bias.detach().clone()
+    dtensor.make_copies_equal(model, CPU)
+    assert torch.equal(model.bias, before)
+    assert torch.equal(weight.to_local(), torch.ones(2, 2))
 
 
 def test_gradients_are_scaled_in_one_call_for_each_type(two_ranks: None) -> None:

@@ -60,6 +60,22 @@ def test_buffers_travel_in_parcels(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(buffer.eq(1).all() for buffer in model.buffers())
 
 
+def test_a_sharded_buffer_stays_each_ranks_own(
+    monkeypatch: pytest.MonkeyPatch, two_ranks: None
+) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    sent: list[int] = []
+    monkeypatch.setattr(dist, "broadcast", lambda flat, **_: sent.append(flat.numel()))
+    mesh: Any = init_device_mesh("cpu", (2,))
+    model = nn.Module()
+    model.register_buffer("cache", DTensor.from_local(torch.ones(8), mesh, [Shard(0)]))
+    model.register_buffer("mask", torch.zeros(3, dtype=torch.uint8))
+    evaluation.share_buffers(model, torch.device("cpu"), None)
+    assert sent == [3]
+
+
 def test_the_average_follows_weights_and_statistics() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     average = averaged(model, decay=0.5)

@@ -76,3 +76,11 @@ def test_a_module_that_is_not_on_meta_stays_as_it_is() -> None:
     before = layer.weight.clone()
     materialize(layer, CPU, None)
     assert torch.equal(layer.weight, before)
+
+
+def test_a_tensor_without_numbers_needs_none() -> None:
+    with torch.device("meta"):
+        model = nn.Module()
+        model.register_buffer("ids", torch.zeros(0, dtype=torch.int64))
+    materialize(model, CPU, lambda module: None)
+    assert model.get_buffer("ids").shape == (0,)

@@ -44,6 +44,30 @@ def test_an_update_clips_the_true_gradient(kind: str) -> None:
         assert model(torch.ones(1, 3)).dtype == expected
 
 
+@pytest.mark.parametrize("kind", ["fp32", "fp16"])
+def test_an_optimizer_without_gradients_and_schedule_is_stepped(kind: str) -> None:
+    """As a GAN's generator, while its critic is trained alone."""
+    precision = Precision(kind, CPU, stop_on_nan=True)
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    before = model.weight.detach().clone()
+    assert precision.update(optimizer, clip_norm=None, scheduler=None) is None
+    precision.end_step()
+    assert torch.equal(model.weight, before)
+
+
+def test_an_overflow_of_a_model_that_is_each_ranks_own_is_not_shared() -> None:
+    """The other rank may have no such model: a collective would wait for ever."""
+    precision = Precision("fp16", CPU, stop_on_nan=True, dims=ParallelDims(0, 2))
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    precision.backward(model(torch.full((2, 3), 1e38)).mean())
+    before = model.weight.detach().clone()
+    precision.update(optimizer, clip_norm=None, scheduler=None)
+    precision.end_step()
+    assert torch.equal(model.weight, before)
+
+
 @pytest.mark.parametrize("kind", ["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("is_fast", [True, False])
