@@ -120,9 +120,7 @@ def all_branches(files: Sequence[Path] = FILES) -> list[Mutation]:
     ]
 
 
-def report(
-    draw: Draw, maps: Sequence[Map], equivalent: Path, write: Callable[[str], None]
-) -> bool:
+def report(draw: Draw, maps: Sequence[Map], equivalent: Path, write: Callable[[str], None]) -> bool:
     """Print the outcomes that no test of the `maps` has seen; return whether each has a reason in
     the file `equivalent`, and all tests have been run."""
     reasons = reason_by_mutation(draw.mutations, read_equivalent(equivalent))

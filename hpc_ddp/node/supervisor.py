@@ -5,9 +5,9 @@
 
 The second form is for ``--launcher srun``: a task, and so a supervisor, for each worker.
 
-Slurm signals the task alone, or every process of the step, as the site's proctrack plugin has it.
-The supervisor, which is the task, decides whether that is a notice, writes the notice into a file,
-and signals the workers. SIGTERM without that file tells a worker that a peer has failed.
+Slurm signals the task, or every process of the step. The supervisor, which is the task, decides
+whether that is a notice, writes the notice into a file, and signals the workers. SIGTERM without
+that file tells a worker that a peer has failed.
 """
 
 from __future__ import annotations
@@ -28,13 +28,7 @@ from typing import Any
 from hpc_ddp.core.attempt_env import AttemptEnv
 from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.errors import HpcDdpError
-from hpc_ddp.core.file_io import (
-    make_folders,
-    patiently,
-    read_seconds,
-    read_word,
-    write_json,
-)
+from hpc_ddp.core.file_io import make_folders, patiently, read_seconds, read_word, write_json
 from hpc_ddp.core.journal.enums import NoticeSource
 from hpc_ddp.core.journal.events import NoticeGiven
 from hpc_ddp.core.process import signal_from_pid_files
@@ -54,6 +48,7 @@ from hpc_ddp.node.net.comparison import FabricComparison
 from hpc_ddp.node.net.network import check_resolves
 from hpc_ddp.node.net.place import Place
 from hpc_ddp.node.outcome import first_failure, head_failover, oom
+from hpc_ddp.node.watch.agent_watch import AgentWatch
 from hpc_ddp.node.watch.attempt_watch import AttemptWatch
 from hpc_ddp.node.watch.local_notice import LocalNotice
 from hpc_ddp.node.watch.log_offsets import Growth
@@ -80,6 +75,7 @@ class Supervisor:
     notice: str | None = None  # the source of the notice that the workers got
     torn_down: str | None = None  # the failed peer, or later attempt, that has ended the workers
     killed: bool = False  # this supervisor has killed the workers, which did not end
+    idle: bool = False  # it has killed torchrun, which did not end after its workers
     _has_warned: bool = False  # that the workers will be killed
     _kill_at: float = 0.0  # 0: not set; this and the next by `time.monotonic()`
     _noticed_at: float = 0.0
@@ -100,6 +96,7 @@ class Supervisor:
         self.fabric = FabricComparison(self.place, self.journal)
         self.growth = Growth(self.folder, shows_rank_0=self.launch.rank in (None, 0))
         self.watch = AttemptWatch(self.place, self.launch.task)
+        self.agent_watch = AgentWatch(self.folder)
         self.local_notice = LocalNotice()
 
     def run(self) -> int:
@@ -142,8 +139,8 @@ class Supervisor:
             )
 
     def _env(self) -> dict[str, str]:
-        """Return the child's environment. Also report the interconnect, and begin to look up
-        trackers. Raise OSError where the attempt's secret can't be read."""
+        """Report the interconnect, begin to look up trackers, and return the child's environment.
+        Raise OSError where the attempt's secret can't be read."""
         return {
             **os.environ,
             "HPC_DDP_NODE": self.place.node,
@@ -212,13 +209,17 @@ class Supervisor:
 
     def _poll_node(self, child: subprocess.Popen[bytes], now: float) -> None:
         """Write the beat for the workers, copy rank 0's output, note the growth of logs and compare
-        the interconnect; give notice if the time limit is near, but not just after a suspension."""
+        the interconnect; give notice if the time limit is near, but not just after a suspension.
+        Have `_poll` kill a torchrun that does not end."""
         self.local_notice.write(beat=now)
         self.growth.note()
         self.fabric.compare()
         is_asked = self.notice or self.torn_down or now < self._woke_at + CATCH_UP_S
         if not is_asked and self._time_is_over(self.place.warn_s):
             self._give_notice(NoticeSource.TIME_LIMIT, child)
+        if self.agent_watch.is_idle(now) and not self._kill_at:
+            self.idle, self._kill_at = True, now
+            say(f"torchrun on {self.place.node} has not ended after its workers: it is killed")
 
     def _time_is_over(self, in_s: float = 0.0) -> bool:
         """Return whether the job's time ends within `in_s` seconds; False without a limit. Before
@@ -289,13 +290,14 @@ class Supervisor:
 
     def _end(self, code: int) -> int:
         """Record the child's end, with its exit code `code`, and return the task's. That is 0
-        without a failure, after a notice, and where a later attempt runs. After another failure
-        the peers are ended, and it is 1 for the supervisor with `peers`, 0 for the others. A node
-        that has left an elastic job waits for the job's end, which it may have to decide, and
-        returns 1. Raise OSError as `head_failover.decide`, or where a file can't be looked up."""
+        without a failure, after a notice, for an `idle` torchrun, and where a later attempt runs.
+        After another failure the peers are ended, and it is 1 for the supervisor with `peers`, 0
+        for the others. A node that has left an elastic job waits for the job's end, which it may
+        have to decide, and returns 1. Raise OSError as `head_failover.decide`, or where a file
+        can't be looked up."""
         has_left = self._write_record(code)
         # A requeued job's step has the same id: for our bad exit, an old srun would end it.
-        if code == 0 or self.notice or self._is_superseded():
+        if code == 0 or self.notice or self.idle or self._is_superseded():
             return 0
         if has_left:
             head_failover.decide(self.place, dict(os.environ), lambda: bool(self.signals.seen))
@@ -317,6 +319,7 @@ class Supervisor:
             "notice": self.notice,
             "torn_down": self.torn_down,
             "killed": self.killed,
+            "idle": self.idle,
             "stood_still": time.monotonic() < self._woke_at + AFTERMATH_S,
             "left": has_left,
             "failures": failures,
@@ -326,9 +329,9 @@ class Supervisor:
 
     def _end_peers(self) -> None:
         """Write the file ``failed``, by which the other supervisors end their workers, unless such
-        a file has ended this one's; wait for the records of `peers`, up to `PEERS_S`. After a port
-        that was taken none is waited for: the batch script deletes them and starts anew. Raise
-        OSError where a file can't be looked up."""
+        a file has ended this one's; wait for the records of `peers`, up to `PEERS_S`, unless a port
+        was taken: the batch script then starts anew. Raise OSError where a file can't be looked
+        up."""
         if not self.torn_down:
             self._write(partial(self.place.attempt.failed.write_text, self.launch.name))
             self.watch.links.wake()
@@ -343,8 +346,7 @@ class Supervisor:
             say(f"{self.launch.name} can't record how it ended: {error}")
 
     def _failures(self, code: int) -> list[dict[str, Any]]:
-        """Return rank, code, time, error and last line of each worker that has failed; where none
-        has, one failure of torchrun with rank None and the child's `code`. If the port of this
+        """Return the failures of `failures_of` for the child's exit code. If the port of this
         worker's store was taken, make the attempt's file ``port-taken``; raise OSError where that
         fails."""
         failures = first_failure.failures_of(code, self.place.run, self.folder)
@@ -356,10 +358,9 @@ class Supervisor:
 
 
 def main(argv: list[str]) -> int:
-    """Supervise the launch of `argv`: a name in `LAUNCHES`, then a command that begins with the
-    job's Python (in a step of the batch script, and with ``--stage``, this process's Python
-    replaces it). Return the code of `Supervisor.run`, or print an OSError and return 1; call
-    `leave_tree` at the end."""
+    """Supervise the launch of `argv`: a name in `LAUNCHES`, then a command with the job's Python,
+    which this process's replaces in a step of the batch script, and with ``--stage``. Return the
+    code of `Supervisor.run`, or print an OSError and return 1; call `leave_tree` at the end."""
     kind, *command = argv
     is_by_script = "SLURM_JOB_ID" in os.environ and "SUBMITIT_EXECUTOR" not in os.environ
     if (is_by_script or "HPC_DDP_NEAR" in os.environ) and sys.executable:
@@ -386,9 +387,8 @@ def main(argv: list[str]) -> int:
 
 def submitit_main(kind: str, command: list[str]) -> None:
     """Run as submitit's task: supervise a launch, as `main`, with the script's arguments from
-    job.json (a file with `command` serves all tasks of an array). Exit with the supervisor's code,
-    or with 1 and a message if job.json is broken or `expand` refuses; submitit's own exit code
-    would always be 0."""
+    job.json. Exit with the supervisor's code, or with 1 and a message if job.json is broken or
+    `expand` refuses; submitit's own exit code would always be 0."""
     signal.signal(signal.SIGCONT, signal.SIG_DFL)  # submitit logs each
     limit_umask()
     try:

@@ -53,6 +53,23 @@ def test_who_looks_after_workers_killed(
     assert same_weights(job, undisturbed)
 
 
+@pytest.mark.row(
+    "torchrun agent stopped (SIGSTOP), its workers come to their end",
+    promise="it is killed a quarter of an hour later; the run is finished",
+)
+def test_an_agent_that_stands_still_keeps_no_node(hpc: Hpc, cluster: Cluster) -> None:
+    use(cluster)
+    job = hpc.submit("--sbatch=--hold", *ONE_BY_TWO, str(WALK))
+    watch = job.run.lib / "hpc_ddp/node/watch/agent_watch.py"
+    watch.write_text(watch.read_text().replace("LOOK_EVERY_S = 300.0", "LOOK_EVERY_S = 0.5"))
+    cluster.run("scontrol", "release", job.id)
+    job.at_step(20)
+    os.kill(job.agent(), signal.SIGSTOP)
+    assert job.end() == "COMPLETED", job.output()
+    assert job.verdicts() == [("finished", "none")]
+    assert "has not ended after its workers" in job.output()
+
+
 @pytest.mark.more
 @pytest.mark.row(
     "one worker's Python error after progress",

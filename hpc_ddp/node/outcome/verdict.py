@@ -237,8 +237,10 @@ def _cause(facts: AttemptFacts) -> Cause:
         return Cause.SUPERSEDED
     if facts.cancelled or StopReason.CANCELLED in facts.notices:
         return Cause.CANCELLED
-    codes, complete = [record["code"] for record in facts.ends], facts.complete
-    is_good, finished = complete and not any(codes), facts.here(Finished)
+    finished, complete = facts.here(Finished), facts.complete
+    # An idle torchrun has hung behind the end of its workers, of which `finished` tells.
+    codes = [record["code"] for record in facts.ends if not (finished and record.get("idle"))]
+    is_good = complete and not any(codes)
     is_through = is_good or (facts.notices and finished and not finished.at_exit)
     # After a notice a later stage of the worker's script may have stopped with 0, or been cut off.
     if finished and is_through and not (finished.within and (facts.notices or not is_good)):

@@ -67,6 +67,14 @@ def test_a_notice_in_the_last_moment_leaves_a_run_finished() -> None:
     )
 
 
+def test_a_torchrun_that_hung_behind_the_end_of_a_run_leaves_it_finished() -> None:
+    records = (FINE[0], {**record_of("n2", rank=None, code=-9), "code": -9, "idle": True})
+    verdict = decide_by(records=records, events=(*BASE.events, event_of("finished", step=9)))
+    assert (verdict.cause, verdict.action) == ("finished", "none")
+    verdict = decide_by(records=records)
+    assert (verdict.cause, verdict.action) == ("failed", "requeue")
+
+
 def test_after_a_notice_the_end_of_a_script_counts_by_its_exit_codes() -> None:
     """A script with a library's Trainer: a final evaluation may follow its training."""
     events = (event_of("first_step", step=1), event_of("finished", step=9, at_exit=True))

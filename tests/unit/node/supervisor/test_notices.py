@@ -16,6 +16,7 @@ from hpc_ddp.core.job.attempt_folder import AttemptFolder
 from hpc_ddp.core.process import NOTICE_SIGNALS
 from hpc_ddp.node import supervisor
 from hpc_ddp.node.supervisor import Supervisor
+from hpc_ddp.node.watch.agent_watch import LOOK_EVERY_S, MOST_LOOKS
 from hpc_ddp.node.watch.attempt_watch import FENCE_EVERY_S
 from hpc_ddp.node.watch.peer_links import PeerLinks
 from hpc_ddp.node.watch.signals import Signals
@@ -223,6 +224,25 @@ def test_a_script_that_ignores_the_notice_is_announced_and_ended(
     assert (agent.killed, said[3]) == (True, "")
     watcher._end(-9)
     assert read_json(watcher.folder.record)["killed"] is True
+
+
+def test_a_torchrun_that_does_not_end_after_its_workers_is_killed(
+    attempt: AttemptFolder, clock: Clock, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """One that is stopped kept its nodes until the time limit. Its peers are left alone: an
+    evaluation may go on there."""
+    watcher, agent = make_supervisor(attempt), make_agent()
+    write_pids(watcher, 41)  # ended long ago
+    for _ in range(MOST_LOOKS - 1):
+        watcher._poll(agent)
+        clock.now += LOOK_EVERY_S
+    assert not agent.killed
+    watcher._poll(agent)
+    assert agent.killed
+    assert "torchrun on n1 has not ended after its workers: it is killed" in capfd.readouterr().err
+    assert watcher._end(-9) == 0
+    assert read_json(watcher.folder.record)["idle"] is True
+    assert not attempt.failed.read_text()
 
 
 def test_the_end_of_a_preempted_job_is_slurms_to_know(
