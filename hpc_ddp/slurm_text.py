@@ -110,8 +110,8 @@ class Job:
     def is_cancelled(self) -> bool:
         """True if the job was cancelled, by a person or by Slurm for good.
 
-        Good while the job's batch script runs, or before: then COMPLETING without a reason is a
-        scancel. A job whose batch script has ended by itself looks the same for a moment.
+        Reliable only while the job's batch script runs, or before: then COMPLETING without a reason
+        is a scancel. A job whose batch script has ended by itself looks the same for a moment.
         """
         is_ending = self.state == "COMPLETING" and self.reason == "None" and not self.preempted
         return is_ending or self.state in ("CANCELLED", "DEADLINE", "REVOKED")
