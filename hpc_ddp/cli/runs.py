@@ -111,9 +111,9 @@ def verify(run: str, runs_dir: str | None, as_json: bool) -> None:
     Exit code 1 where one is damaged. A resume skips those, to the newest good one.
     """
     run_folder = run_of(run, runs_dir)
-    rows = checkpoints.health(run_folder.checkpoints)
+    rows = checkpoints.verify_all(run_folder.checkpoints)
     for task in run_folder.tasks():
-        of_task = checkpoints.health(task.checkpoints)
+        of_task = checkpoints.verify_all(task.checkpoints)
         rows += [replace(row, name=f"{task.path.name}/{row.name}") for row in of_task]
     if as_json:
         click.echo(json.dumps([asdict(row) for row in rows]))

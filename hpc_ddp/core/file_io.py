@@ -47,7 +47,7 @@ def patiently(act: Callable[[], T]) -> T:
     """Call `act`, which takes no argument, and return what it returns; after an OSError call it
     again, each second. For the few actions that an attempt's end hangs on.
 
-    An OSError that comes `PATIENCE_S` or more after the first one is raised; the first one never
+    An OSError that comes more than `PATIENCE_S` after the first one is raised; the first one never
     is: so reading a large file, which may take longer, is tried twice. Any other error is raised at
     once.
     """
