@@ -207,8 +207,8 @@ def check_executable(run: RunFolder) -> None:
     """Raise UsageError for a run that the user may only read: nothing in it is to be started, and
     the processes and jobs that its files name are not to be signalled.
 
-    A file in a ``__pycache__`` of the user's that is at fault, which Python or a container's root
-    has compiled, is deleted in place of that: Python compiles anew.
+    A file at fault in a ``__pycache__`` of the user's, which Python or a container's root has
+    compiled, is deleted, and is no error: Python compiles anew.
 
     Raises
     ------
