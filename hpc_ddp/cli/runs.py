@@ -14,7 +14,7 @@ from pathlib import Path
 
 import click
 
-from hpc_ddp.cli.common import folder_option, json_option, say, unwritten
+from hpc_ddp.cli.common import folder_option, json_option, output_error, say
 from hpc_ddp.core import checkpoints
 from hpc_ddp.core.errors import HpcDdpError, UsageError
 from hpc_ddp.core.file_io import write_whole
@@ -172,5 +172,5 @@ def report(run: str, output: Path | None, runs_dir: str | None) -> None:
     try:
         write_whole(path, html)
     except OSError as error:
-        raise unwritten(path, error) from None
+        raise output_error(path, error) from None
     click.echo(path)

@@ -35,7 +35,7 @@ from typing import Any
 from hpc_ddp.core.errors import HpcDdpError
 from hpc_ddp.core.file_io import list_names, make_private, read_json, write_json
 from hpc_ddp.core.job.attempt_folder import AttemptFolder
-from hpc_ddp.core.job.job_ref import JobRef, distinct
+from hpc_ddp.core.job.job_ref import JobRef, remove_duplicates
 from hpc_ddp.core.journal.events import JournalEvent, Queued, Started
 from hpc_ddp.core.journal.journal import Journal, is_finished, node_seconds, read_events
 
@@ -231,7 +231,7 @@ class RunFolder:
         OSError where the attempts can't be listed."""
         starts = [event for event in events if isinstance(event, (Queued, Started))]
         jobs = [JobRef.of(event.job_id, event.cluster) for event in starts]
-        return distinct([*filter(None, jobs), *self.links()])
+        return remove_duplicates([*filter(None, jobs), *self.links()])
 
     def finished(self) -> bool:
         """Return whether the run has reached its end by its journal, so that nothing is left to do.

@@ -1,4 +1,4 @@
-"""The checks of a `JobSpec`: each refuses a value with what is accepted, and a hint."""
+"""The checks of a `JobSpec`: each raises an error with what is accepted, and a hint."""
 
 from __future__ import annotations
 
@@ -66,15 +66,16 @@ _MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
 def check(spec: JobSpec) -> None:
-    """Check all values of a job, which have the types of their fields; a value of another type may
-    raise any error. Raise UsageError for the first bad one."""
+    """Raise UsageError for the first bad value of a job. The values have the types of their fields;
+    a value of another type may raise any error."""
     _check_texts(spec)
     _check_python(spec.python)
     _check_nodes(spec.nodes)
-    for item in fields(spec):
-        content = getattr(spec, item.name)
-        if "option" in item.metadata and not (content is None and item.default is None):
-            item.metadata["option"].check(key_of(item), content)
+    for declared in fields(spec):
+        content = getattr(spec, declared.name)
+        is_unset = content is None and declared.default is None
+        if "option" in declared.metadata and not is_unset:
+            declared.metadata["option"].check(key_of(declared), content)
     _check_notation(spec)
     _check_names(spec)
     if spec.gpus_per_node is not None and not GPUS.fullmatch(spec.gpus_per_node):
@@ -258,7 +259,7 @@ def _check_container(spec: JobSpec) -> None:
 def _check_torchrun(spec: JobSpec) -> None:
     """Check raw options of torchrun, restarts, and ``--elastic``. Raise UsageError for settings
     that exclude each other, for an option of another form than ``--name`` or ``--name=value``, and
-    for one that hpc-ddp sets itself, also where a beginning of its name is given."""
+    for an option that hpc-ddp sets itself, also where only the beginning of its name is given."""
     if spec.launcher != "torchrun" and (spec.torchrun or spec.restarts or spec.elastic):
         raise UsageError(
             "without torchrun there are no --max-restarts, --elastic and --torchrun",
@@ -327,7 +328,7 @@ def _check_python(python: str) -> None:
     """Check the name or path of Python. Raise UsageError for an empty text; for an option, which
     srun would take for its own; and for several words, unless the first has a slash: a path may
     have blanks."""
-    first, *words = python.split() or [""]
+    first, *words = python.split() or [""]  # of an empty text no word
     if not first or first.startswith("-") or (words and "/" not in first):
         raise UsageError(
             f"python {python!r} is no program; accepted: one name, or a path",

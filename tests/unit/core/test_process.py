@@ -33,9 +33,8 @@ def test_a_zombie_is_not_live() -> None:
     with subprocess.Popen(["true"]) as child:
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
         assert process._began(child.pid) is None
-    assert (
-        process._began_without_proc(os.getpid()) is None
-    )  # where there is /proc, that has the answer
+    # Where there is /proc, that has the answer.
+    assert process._began_without_proc(os.getpid()) is None
     assert signal.SIGRTMIN < process.SHOW_STACKS < signal.SIGRTMAX
 
 

@@ -62,7 +62,7 @@ def _start(run: RunFolder) -> None:
     prepared = _plan(run, args=("--lr", "9")).write()
     assert read_json(run.job_json)["args"] == ["--lr", "9"]
     assert prepared.code == run.newest_code
-    jobs._begin(prepared, fresh=True)
+    jobs._start_run(prepared, fresh=True)
 
 
 def _break_off(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
