@@ -59,7 +59,7 @@ class Stop(EpochStop):
         super().__init__(format="accelerate", **options)
         self._accelerator = accelerator
         self._samples = 0  # of all ranks in a batch
-        self._loaded: dict[str, int] = {}  # by kind: objects at `load`
+        self._loaded: dict[str, int] = {}  # numbers of objects at `load`, by kind
 
     def load(self, *models: Any) -> int:
         """Load the newest checkpoint that verifies; return the number of steps done, 0 without one.
@@ -137,9 +137,9 @@ class Stop(EpochStop):
                 self._save_random(folder)
 
     def _check_objects(self) -> None:
-        """Raise UsageError where an object came after `load`: it would begin anew at a resume."""
+        """Raise UsageError where an object came after `load`: a resume would begin it anew."""
         for kind, count in self._count_objects().items():
-            if count > self._loaded.get(kind, count):
+            if count > self._loaded.get(kind, count):  # before `load` nothing is counted
                 raise UsageError(
                     f"the Accelerator got {kind} after stop.load, which a resume does not restore;"
                     " accepted: before it",

@@ -29,11 +29,7 @@ from hpc_ddp.integrations.epochs import (
     put_states,
     states_of,
 )
-from hpc_ddp.integrations.stop_point import (
-    StopPoint,
-    check_step,
-    warn_of_ranks,
-)
+from hpc_ddp.integrations.stop_point import StopPoint, check_step, warn_of_ranks
 from hpc_ddp.training.data.iterable import set_epoch
 from hpc_ddp.training.process.hang_watchdog import beat
 from hpc_ddp.training.telemetry.metrics import RESERVED
@@ -139,7 +135,8 @@ class StopCallback(TrainerCallback):
         logs: dict[str, Any] | None = None,
         **_: Any,
     ) -> None:
-        """Keep the numbers in the Trainer's logs for the journal, as the next step ends."""
+        """Keep the numbers in the Trainer's logs for the journal, which gets them as the next step
+        ends, and tell the watchdog that the process does not hang."""
         beat()
         numbers = {
             name: entry
@@ -149,6 +146,7 @@ class StopCallback(TrainerCallback):
         self._values |= numbers
 
     def on_prediction_step(self, *_: Any, **__: Any) -> None:
+        """Tell the watchdog that the process does not hang."""
         beat()
 
     def on_step_end(
@@ -217,9 +215,9 @@ def _check_loader(loader: Any, ranks: int) -> None:
 
 
 def _set_epochs(loader: Any, epoch: int) -> None:
-    """Tell the loader's samplers their epoch, from which they draw their order. The Trainer does
-    the same, but a resumed one only for a loader around this one that skips what is done, and so
-    not for these samplers."""
+    """Tell the loader's samplers their epoch, from which they draw their order. The Trainer tells
+    them, too, but not in a resumed epoch: there it tells only those of a new loader around this
+    one, which skips what is done."""
     shard = getattr(loader, "batch_sampler", None)
     set_epoch(loader, epoch)
     set_epoch(getattr(shard, "batch_sampler", None), epoch)
