@@ -223,6 +223,7 @@ def facts_of(
     chunk = memoryview(bytearray(CHUNK_BYTES))
     with open_data(path) as file:
         file.seek(offset)
+        # A slice ends with the buffer at the latest.
         while count := file.readinto(chunk[: CHUNK_BYTES if limit is None else limit - size]):
             size += count
             crc32 = zlib.crc32(chunk[:count], crc32)

@@ -134,8 +134,8 @@ def read_small_files(folder: Path, names: Sequence[str]) -> list[SmallFile | Non
 
 
 class SmallFolder(NamedTuple):
-    """A folder: its name, the sorted names of what is in it, and some files by their names, as
-    `read_small_files` returns them."""
+    """A folder: its name, the sorted names of its entries, and some of its files by their names, as
+    `read_small_files` returns them; None for a file that this function returns None for."""
 
     name: str
     entries: Sequence[str]
@@ -153,7 +153,7 @@ def read_small_below(folder: Path, is_wanted: Callable[[str], bool]) -> Iterator
     with _open_folder(folder) as top, ThreadPoolExecutor(READER_THREADS) as pool:
 
         def read(name: str) -> SmallFolder:
-            """Return a folder in the outer one; an error leaves the block, and it is empty."""
+            """Return the folder `name` of the outer one; after an error it is empty."""
             with contextlib.suppress(OSError), _open_folder(name, top, os.O_NOFOLLOW) as below:
                 entries = sorted(os.listdir(below))
                 files = {entry: _read_small(below, entry) for entry in filter(is_wanted, entries)}
@@ -261,7 +261,8 @@ def list_names(folder: Path) -> list[str]:
 def read_word(path: Path) -> str:
     """Return the text of a small file, as `notice` or `failed`, without blanks around it; '' where
     the file is empty or can't be read. Only the first `WORD_BYTES` of a larger file are read. This
-    asks no more of the disk than an open and a read."""
+    asks no more of the disk than an open and a read. Links are followed, and a pipe is waited
+    for."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:

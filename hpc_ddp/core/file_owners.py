@@ -85,9 +85,9 @@ def _is_shared(gid: int, uid: int) -> bool:
     """Return whether a group is the primary group of a user other than `uid`; the group's list of
     members lacks such users.
 
-    All accounts have to be read. A directory such as LDAP may take seconds for that, so they are
-    read once, and only for a group with the user's name. Many directories show local accounts only,
-    which is accepted: only root gives a user another one's group as the primary one.
+    All accounts have to be read. A directory such as LDAP may take seconds for that, so the answer
+    is kept, and only a group with the user's name is asked for. Many directories show local
+    accounts only, which is accepted: only root gives a user another one's group as the primary one.
     """
     return any(user.pw_gid == gid and user.pw_uid != uid for user in pwd.getpwall())
 
@@ -198,6 +198,7 @@ def _paths_with_modes(run: RunFolder) -> Iterator[Path]:
         if tree.is_symlink():  # of a task, to the array's
             continue
         for path in (tree, *tree.rglob("*")):
+            # As the template's `check_owner` names them; .pyc is among ".py".
             is_named = path.name in ("lib", "stage.sh", "supervisor.pkl") or ".py" in path.name
             if is_named and os.path.lexists(path):
                 yield path
@@ -269,11 +270,13 @@ def _paths_to_own(run: RunFolder) -> Iterator[Path]:
         part = RunFolder(folder)
         tops = [part.job_json, part.script, part.journal_folder, part.logs, part.checkpoints]
         tops += [part.start_note, part.limits_json]
+        # A task of submitit loads these pickles.
         tops += [
             part.submitit,
             *part.submitit.glob("su*.pkl"),
             *part.submitit.glob("*_submitted.pkl"),
         ]
+        # The run's folder also where it is gone: the caller's look at it then raises.
         yield from (path for path in (folder, *tops) if path == run.whole or os.path.lexists(path))
         for tree in (part.lib, part.code):
             if os.path.lexists(tree):

@@ -225,8 +225,8 @@ def _began(pid: int) -> str | None:
 
 
 def _began_without_proc(pid: int) -> str | None:
-    """Return ``running`` for a process of this number on a system without /proc; None on one with
-    /proc, without such a process, and for a process of another user."""
+    """Return ``running`` for a process of this number on a system without /proc; None where there
+    is no such process, for a process of another user, and on a system with /proc."""
     if Path("/proc/self").exists():
         return None
     try:
@@ -257,7 +257,7 @@ def _without_folder(argv: Sequence[str]) -> list[str]:
     """Return the command `argv` of a Python with a line before the code behind ``-c``, by which
     Python takes the working directory out of its search path."""
     line = "import sys; sys.path[:1] == [''] and sys.path.pop(0); "
-    return [
+    return [  # each word with the one before it
         line + word if before == "-c" else word
         for before, word in zip(["", *argv], argv, strict=False)
     ]

@@ -48,7 +48,7 @@ class RunFolder:
 
     @property
     def is_task(self) -> bool:
-        """True for the folder of a task of an array, which lies in the array's."""
+        """True for the folder of a task of an array; it lies in the array's folder."""
         return self.path.name.startswith("task-")
 
     @property
@@ -189,8 +189,8 @@ class RunFolder:
 
     @property
     def early_links(self) -> Path:
-        """The JSON file of the chain's jobs that have not got beyond their set-up lines, by id,
-        each with the next job that it has queued."""
+        """The JSON file of the chain's jobs that are still in their set-up lines: by the id of such
+        a job the next job that it has queued."""
         return self.path / "early-links.json"
 
     def make(self, is_new: bool = False) -> RunFolder:
@@ -219,8 +219,9 @@ class RunFolder:
         return read_events(self.journal_folder)
 
     def links(self) -> list[JobRef]:
-        """Return the jobs that earlier jobs of the run have queued to follow them; [] for a run
-        that is no chain. Raise OSError where the attempts can't be listed."""
+        """Return the next jobs of a chain that earlier jobs of the run have queued, those of
+        attempts first; [] for a run that is no chain. Raise OSError where the attempts can't be
+        listed."""
         early = map(str, read_json(self.early_links).values())
         links = [attempt.link for attempt in self.attempts()] + [*map(JobRef.parse, early)]
         return [link for link in links if link]  # without the None of attempts that queued no job

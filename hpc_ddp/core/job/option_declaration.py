@@ -158,8 +158,9 @@ def key_of(declared: Field[Any] | str) -> str:
 
 def default_of(declared: Field[Any]) -> Any:
     """Return the default of a field, as its factory makes it if it has one; MISSING without any."""
-    has_factory = declared.default_factory is not MISSING
-    return declared.default_factory() if has_factory else declared.default
+    if declared.default_factory is not MISSING:
+        return declared.default_factory()
+    return declared.default
 
 
 def _with_kind(declared: Field[Any]) -> Option:
