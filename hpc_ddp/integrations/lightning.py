@@ -95,10 +95,10 @@ class StopCallback(Callback):
     def __init__(self, **options: Any) -> None:
         self._stop = StopPoint(format="lightning", **options)
         self._total_steps: int | None = None
-        self._is_due = False  # a save comes before one of the next batches
-        self._is_amid = False  # batches since the last step have added up gradients
+        self._is_due = False  # True if a save comes before one of the next batches
+        self._is_amid = False  # True while batches add up the gradients of a step
         self._frozen: dict[str, list[str]] | None = None  # of the loaded checkpoint
-        self._states: dict[int, Any] = {}  # of the loaders before a batch, by it; None: not kept
+        self._states: dict[int, Any] = {}  # of the loaders, by the next batch's index; or None
 
     def latest(self, trainer: Trainer) -> str | None:
         """Return the path of the newest checkpoint that verifies, for ``trainer.fit(ckpt_path=…)``;
@@ -123,9 +123,10 @@ class StopCallback(Callback):
         return None if folder is None else str(folder / FILE)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Raise UsageError for a callback that loads a checkpoint of its own over the run's, and
-        for saves that a thread writes: the run has to know when a file is whole. Convert the module
-        where Lightning would do so behind the restore, which would round the weights."""
+        """Raise UsageError for a callback that loads a checkpoint of its own over the run's; and,
+        as `stage` is ``fit``, for saves that a thread writes: the run has to know when a file is
+        whole. For ``fit`` convert the module here: Lightning's conversion after the restore would
+        round the weights."""
         writer = getattr(trainer.strategy, "checkpoint_io", None)
         while writer is not None and not _is_one_of(writer, {"AsyncCheckpointIO"}):
             writer = getattr(writer, "checkpoint_io", None)  # the one that it wraps
@@ -163,9 +164,8 @@ class StopCallback(Callback):
         self._stop.take_signals()
         self._stop.fix_order_of_sums([trainer.strategy.model or pl_module])
         self._stop.begin()
-        check_step(
-            self._stop, trainer.global_step, "trainer.fit(…, ckpt_path=stop.latest(trainer))"
-        )
+        call = "trainer.fit(…, ckpt_path=stop.latest(trainer))"
+        check_step(self._stop, trainer.global_step, call)
         warn_of_ranks(self._stop, trainer.world_size)
         _check_samplers(trainer.fit_loop)
         _load_late_states(trainer.fit_loop)
@@ -201,7 +201,7 @@ class StopCallback(Callback):
         self._frozen = checkpoint.get(FROZEN)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Have the epoch's fetcher call `_before_fetch`, too."""
+        """Have the epoch's fetcher call `_before_fetch` before its first batch, too."""
         # A loader that is made anew for the epoch has a new fetcher, which fetches before it
         # learns of the hook.
         fetcher: Any = trainer.fit_loop._data_fetcher
@@ -210,13 +210,13 @@ class StopCallback(Callback):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Reset the samplers' counts, and let Lightning step a ReduceLROnPlateau in a resumed epoch
         if all the metrics that it needs are there."""
-        # A sampler of torchdata with a state counts the samples of the last epoch until its first
-        # one, and a checkpoint of before would begin at the end of the new epoch.
+        # torchdata's sampler with a state keeps the count of the last epoch until its first sample:
+        # a checkpoint from before this sample would begin at the end of the new epoch.
         for sampler in _samplers_of(trainer.fit_loop):
             if hasattr(sampler, "yielded"):
                 sampler.yielded = 0
-        # Lightning steps no ReduceLROnPlateau at the end of a resumed epoch, whose metrics may be
-        # of before. Those that are there are of now.
+        # Lightning steps no ReduceLROnPlateau at the end of a resumed epoch, since its metrics may be
+        # from before the stop, and missing. Metrics that are there are from after it.
         configs = trainer.lr_scheduler_configs
         monitors = {config.monitor for config in configs if config.reduce_on_plateau}
         if monitors <= set(trainer.callback_metrics):
@@ -232,7 +232,7 @@ class StopCallback(Callback):
     ) -> None:
         """End the step, if the batch has ended one, and note whether a save is due; all ranks call
         it. Raises as `StopPoint.step`."""
-        self._is_amid = trainer.global_step == self._stop.position.step
+        self._is_amid = trainer.global_step == self._stop.position.step  # the batch ended no step
         if self._is_amid:
             beat()
             return
@@ -279,9 +279,9 @@ class StopCallback(Callback):
     def _keep_states(self, fetcher: Any) -> None:
         """Keep the states of the loaders before the next batch is fetched, if a save is due.
 
-        Lightning has fetched one batch more by then from a loader without a length: that one has no
-        state, and the save comes before the batch behind it. Keeping the states before every batch
-        would cost too much: they may hold a buffer of samples.
+        From a loader without a length Lightning has by then fetched one batch ahead. No states were
+        kept for that batch, so the save comes one batch later. Keeping the states before every
+        batch would cost too much: they may hold a buffer of samples.
         """
         loader = fetcher.combined_loader
         self._states[fetcher.fetched] = deepcopy(loader._state_dicts()) if self._is_due else None

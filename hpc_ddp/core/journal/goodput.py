@@ -104,7 +104,7 @@ def pieces(
     # The submits before attempt 0. A task of an array has none, unless it was submitted alone.
     submitted = [e.time for e in events if isinstance(e, Submitted) and not e.first_attempt]
     times = [e.time for e in events]
-    begin = min(submitted or [*times, *(_began(attempt) for attempt in attempts.values())])
+    begin = min(submitted or [*times, *(_start_time(attempt) for attempt in attempts.values())])
     clock = _Clock(begin, max(times) if now is None else now)
     is_reported = any(event.writer == RANK_0 for event in events)  # by hpc_ddp.training
     highest = 0.0
@@ -113,12 +113,12 @@ def pieces(
         if is_reported:
             starts = by_start(attempt)
             for start in starts:
-                clock.until(_began(start), "queued" if start is starts[0] else "lost")
-                _follow(clock, start, highest, live and start is starts[-1])
+                clock.until(_start_time(start), "queued" if start is starts[0] else "lost")
+                _give_start(clock, start, highest, live and start is starts[-1])
                 highest = max([highest, *(step for _, step in _steps_of(start))])
         else:
-            clock.until(_began(attempt), "queued")
-            clock.until(_end(attempt, live), "running")
+            clock.until(_start_time(attempt), "queued")
+            clock.until(_end_time(attempt, live), "running")
     clock.until(math.inf, "queued")
     return clock.pieces
 
@@ -149,8 +149,8 @@ def start_costs(seconds: dict[str, float]) -> str:
 
 
 def line(seconds: dict[str, float]) -> str:
-    """Return one line for people, with the goodput and the time of each part that is 0.1 s or more,
-    rounded. `seconds` is by part, as `account` returns it."""
+    """Return one line for people, with the goodput and the time of each part, except parts whose
+    time is rounded to 0.0 s. `seconds` is by part, as `account` returns it."""
     goodput = share(seconds)
     parts = [f"{text} {part}" for part in PARTS if (text := duration(seconds[part])) != "0.0 s"]
     percent = "-" if goodput is None else f"{100 * goodput:.0f} %"
@@ -177,9 +177,8 @@ class _Clock:
             self.at = when
 
 
-def _follow(clock: _Clock, events: list[JournalEvent], highest: float, live: bool) -> None:
-    """Move the `clock` to the end of one start of the workers, and give each piece of it to its
-    part.
+def _give_start(clock: _Clock, events: list[JournalEvent], highest: float, live: bool) -> None:
+    """Give the time of one start of the workers to its parts, and move the `clock` to its end.
 
     `events` are those of the start, `highest` is the highest step of earlier starts, and with
     `live` the start may still go on.
@@ -192,20 +191,21 @@ def _follow(clock: _Clock, events: list[JournalEvent], highest: float, live: boo
     if restored := last_event(events, CheckpointRestored):
         clock.until(restored.time - restored.restore_s, "building")
         clock.until(restored.time, "restoring")
-    end = _end(events, live)
+    end = _end_time(events, live)
     is_live = end == math.inf
     if entered := last_event(events, TrainingBegun) or last_event(events, FirstStep):
         clock.until(entered.time, "building")
-        _train(clock, events, highest, is_live)
+        _give_training(clock, events, highest, is_live)
     else:
         signs_of_life = [event for event in events if not isinstance(event, VerdictGiven)]
-        clock.until(_end(signs_of_life, is_live), "building" if worker else "starting")
+        clock.until(_end_time(signs_of_life, is_live), "building" if worker else "starting")
     clock.until(end, "lost")
 
 
-def _train(clock: _Clock, events: list[JournalEvent], highest: float, live: bool) -> None:
-    """Move the `clock` to the last sign of progress of a start, or to now where the start is `live`
-    and goes on. Give the time to the training, its saves, and steps that are done again.
+def _give_training(clock: _Clock, events: list[JournalEvent], highest: float, live: bool) -> None:
+    """Give the time of a start's training to the training, its saves, and steps that are done
+    again. Move the `clock` to the last sign of progress, or to now where the start is `live` and
+    goes on.
 
     `events` are those of the start, `highest` is the highest step of earlier starts.
     """
@@ -256,14 +256,14 @@ def _steps_of(events: Iterable[JournalEvent]) -> Iterator[tuple[float, float]]:
             yield event.time, step
 
 
-def _began(events: list[JournalEvent]) -> float:
+def _start_time(events: list[JournalEvent]) -> float:
     """Return when an attempt or a start began, in unix seconds, by its `events`, one or more. That
     may be before the first event: without a launcher the worker's process is there first."""
     workers = [event for event in events if isinstance(event, WorkerStarted)]
     return min([events[0].time, *(worker.began for worker in workers if worker.began is not None)])
 
 
-def _end(events: list[JournalEvent], live: bool) -> float:
+def _end_time(events: list[JournalEvent], live: bool) -> float:
     """Return when an attempt or a start ended, in unix seconds: at the last of its `events`, -inf
     where there are none. Return inf while it goes on: it is `live`, and has no verdict."""
     if live and last_event(events, VerdictGiven) is None:
