@@ -289,9 +289,9 @@ def _non_default_fields(spec: JobSpec) -> dict[str, Any]:
 
 
 def _checked_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings under the keys of a project file (``-`` for ``_``). Those that are None are
-    left out, tuples become lists, and paths become texts. Raise UsageError for an unknown key or a
-    value of the wrong kind."""
+    """Return settings under the keys of a project file (``-`` for ``_``). Settings of None are left
+    out, tuples become lists, and paths become texts. Raise UsageError for an unknown key or a value
+    of the wrong kind."""
     values: dict[str, Any] = {}
     for name, value in settings.items():
         if isinstance(value, tuple):

@@ -155,7 +155,7 @@ def sbatch(
 
     Slurm gives the job sbatch's umask: the user's, in HPC_DDP_UMASK where `node.entry` has set one.
     """
-    umask = int(env.get("HPC_DDP_UMASK", "-1"), 8)
+    umask = int(env.get("HPC_DDP_UMASK", "-1"), 8)  # -1: this process's
     job_options = options_of(script, options)
     if cluster and "clusters" in job_options:
         options = (*options, f"--clusters={cluster}")
@@ -322,14 +322,14 @@ def find_record(job: str | JobRef) -> JobRecord:
     try:
         return slurm_text.parse_record(job_text(job))
     except HpcDdpError as error:
-        forgotten = error
+        controller_error = error
     try:
         printed = _accounting_of(job, "State,Reason,ExitCode,NodeList,Start")
     except HpcDdpError:  # a site without accounting, say
-        raise forgotten from None
+        raise controller_error from None
     if record := slurm_text.parse_accounting(printed):
         return record
-    raise forgotten
+    raise controller_error
 
 
 def starts_in_accounting(job_id: str) -> list[str]:

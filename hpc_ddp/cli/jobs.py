@@ -354,8 +354,8 @@ def preflight(as_json: bool, train: bool, **options: Any) -> None:
 
 
 def _train_and_exit(settings: config.Settings, as_json: bool) -> NoReturn:
-    """Train with each feature once, print the table, and end the command (SystemExit): exit code 1
-    where a feature does not work. The training gets Ctrl-C and SIGTERM as a notice.
+    """Train with each feature once, print the table, and end the command (SystemExit), with exit
+    code 1 if a feature fails or was not tried. Ctrl-C and SIGTERM give the training a notice.
 
     Raise UsageError for a refused setting, HpcDdpError where the training can't be started or tried
     no feature, and OSError where a file can't be written or read.
@@ -366,7 +366,7 @@ def _train_and_exit(settings: config.Settings, as_json: bool) -> NoReturn:
     code = forward.wait(backends.start(prepared, subprocess.DEVNULL))
     table = launch_preflight.table_of(prepared)
     click.echo(json.dumps({"table": table, "run": str(prepared.run.path)}) if as_json else table)
-    sys.exit(bool(code) or "| no |" in table or "| not tried |" in table)
+    sys.exit(bool(code) or "| no |" in table or "| not tried |" in table)  # cells of a feature
 
 
 @click.command(cls=Grouped)

@@ -144,7 +144,7 @@ class SmallFolder(NamedTuple):
 
 def read_small_below(folder: Path, is_wanted: Callable[[str], bool]) -> Iterator[SmallFolder]:
     """Yield the folders in a folder, sorted by name, each with those of its files for whose names
-    `is_wanted` is true. A folder that can't be listed comes as empty.
+    `is_wanted` is true. A folder that can't be listed, or is a link, comes as empty.
 
     Threads read them: a job of a thousand nodes has a folder for each. Raise OSError where the
     outer folder can't be listed, or lies behind a link of another user.

@@ -172,7 +172,7 @@ def signal_from_pid_files(paths: Iterable[Path], number: int) -> int:
         if pid is None:
             count += may_hide(path)
             continue
-        with suppress(ProcessLookupError):  # just now
+        with suppress(ProcessLookupError):  # it has ended just now
             is_group = number == signal.SIGKILL and os.getpgid(pid) == pid
             (os.killpg if is_group else os.kill)(pid, number)
             count += 1

@@ -182,10 +182,11 @@ def _runs_of_job(root: Path, text: str) -> dict[Path, JobRef]:
     jobs: dict[Path, JobRef] = {}
     for folder in sorted(_index_of(root).glob("*/")):
         job = JobRef(number, "" if folder.name == UNKNOWN else folder.name)
+        # A task in the folder of its array, or the job, or the task, of a link.
         for path in (folder / number / f"task-{task}", folder / text):
             if _has_job(path, job):
                 jobs.setdefault(path.resolve(), job)
-                break  # a task's own folder goes before its array's
+                break
     return jobs
 
 

@@ -202,12 +202,12 @@ def put_states(
 
 
 def find_generators_of_loader(loader: Any) -> list[torch.Generator]:
-    """Return the torch generators among the attributes of a loader, of its sampler and batch
-    sampler, and of theirs; each once, in this order."""
+    """Return the torch generators among the attributes of a loader, and of the samplers and batch
+    samplers below it, also of those that Fabric has wrapped; each once, the loader's first."""
     parts, generators = [loader], list[torch.Generator]()
-    for part in parts:  # grows below, by samplers
+    for part in parts:  # the list grows in the loop, by the samplers of each part
         entries = [getattr(part, "generator", None), *getattr(part, "__dict__", {}).values()]
-        for entry in entries:  # a sampler's own may have any name
+        for entry in entries:  # a sampler may keep its generator under any name
             if isinstance(entry, torch.Generator) and entry not in generators:
                 generators.append(entry)
         inner = [getattr(part, name, None) for name in ("sampler", "batch_sampler")]

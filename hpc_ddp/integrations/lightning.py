@@ -215,7 +215,7 @@ class StopCallback(Callback):
         for sampler in _samplers_of(trainer.fit_loop):
             if hasattr(sampler, "yielded"):
                 sampler.yielded = 0
-        # Lightning steps no ReduceLROnPlateau at the end of a resumed epoch, since its metrics may be
+        # Lightning steps no ReduceLROnPlateau at the end of a resumed epoch, whose metrics may be
         # from before the stop, and missing. Metrics that are there are from after it.
         configs = trainer.lr_scheduler_configs
         monitors = {config.monitor for config in configs if config.reduce_on_plateau}
@@ -343,7 +343,7 @@ def _freeze_again(module: LightningModule, frozen: dict[str, list[str]]) -> None
 def _start_epoch_again(trainer: Trainer, start_epoch: Callable[[], None]) -> None:
     """Begin the rest of a resumed epoch by `start_epoch`, once, and call the hook of an epoch's
     start for the callbacks that need it (`SET_AT_EPOCH_START`): Lightning calls it for none."""
-    del vars(trainer.fit_loop)["on_advance_start"]
+    del vars(trainer.fit_loop)["on_advance_start"]  # this function, in place of the method
     start_epoch()
     for callback in vars(trainer)["callbacks"]:
         if _is_one_of(callback, SET_AT_EPOCH_START):

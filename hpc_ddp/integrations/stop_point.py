@@ -350,7 +350,7 @@ class StopPoint(Member):
         if self.rank == 0:
             self._say_stop()
             self._say_goodput()
-        leave_quickly()
+        leave_quickly()  # once the interpreter exits
         raise SystemExit(0)
 
     def _journal_finished(self) -> None:

@@ -77,7 +77,8 @@ class StopCallback(TrainerCallback):
         before ``train``.
 
         With a checkpoint it sets ``restore_callback_states_from_checkpoint`` of the Trainer's
-        arguments. Raises as `StopPoint.latest`.
+        arguments, and reads the states of this rank's generators, if as many ranks have saved it,
+        for `on_epoch_begin`. Raises as `StopPoint.latest`.
         """
         self._trainer = trainer
         folder = self._stop.latest()

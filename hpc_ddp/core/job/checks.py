@@ -279,7 +279,7 @@ def _check_torchrun(spec: JobSpec) -> None:
             )
         name = match["name"].replace("_", "-")
         for settled, ours in TORCHRUN_SETTLED.items():
-            if settled.startswith(name) or name.startswith("rdzv-"):  # torchrun takes beginnings
+            if settled.startswith(name) or name.startswith("rdzv-"):  # a beginning, or any rdzv-
                 raise UsageError(
                     f"torchrun option --{name} is set by hpc-ddp; accepted: others of torchrun's",
                     hint=f"in its place: {ours}",
@@ -328,7 +328,7 @@ def _check_python(python: str) -> None:
     """Check the name or path of Python. Raise UsageError for an empty text; for an option, which
     srun would take for its own; and for several words, unless the first has a slash: a path may
     have blanks."""
-    first, *words = python.split() or [""]  # of an empty text no word
+    first, *words = python.split() or [""]
     if not first or first.startswith("-") or (words and "/" not in first):
         raise UsageError(
             f"python {python!r} is no program; accepted: one name, or a path",

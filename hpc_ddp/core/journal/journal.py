@@ -211,7 +211,8 @@ _BRIEF = re.compile(CURVE_START + rb', "attempt": (\d{1,14}), "step": (\d{1,14})
 
 
 def _brief_event(kind: bytes, step: int, time: float, attempt: int) -> JournalEvent:
-    """Return an event of the `kind`, metrics or ranks, with its step, time and attempt alone."""
+    """Return an event of the `kind`, metrics or ranks, with only its step, time and attempt; the
+    other fields are 0 or empty."""
     if kind == b"ranks":
         return StepTiming(step, 0, 0.0, (), (), (), 0, "", time=time, attempt=attempt)
     return MetricsLine({"step": step}, time=time, attempt=attempt)
