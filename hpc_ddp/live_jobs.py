@@ -78,7 +78,7 @@ class Queue:
         where a run's folder can't be looked at, and UsageError where Slurm's list of an array's
         waiting tasks can't be parsed."""
         jobs = self._jobs_of(job) or {}
-        array, is_task, index = job.id.partition("_")
+        array, is_task, index = job.id.partition("_")  # is_task: "_", or "" for a whole job
         queued = jobs.get(job.id)
         if is_task and not queued:
             lines = (line for line in jobs.values() if line.has_task(array, int(index)))

@@ -12,6 +12,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -76,23 +77,33 @@ def clean(
         click.echo(report_clean.table(deletions))
     elif not deletions:
         say("nothing to clean")
-    # With no deletion to confirm `delete` is called, too: for remains of an interrupted call.
-    is_confirmed = not dry_run and (yes or not (deletions or as_json))
     if deletions and not (yes or dry_run or as_json):
         is_confirmed = _ask_to_delete()
+    else:  # without deletions, too: remains of an interrupted call may still be there
+        is_confirmed = not dry_run and (yes or not (deletions or as_json))
     rows = [deletion.to_dict() | {"deleted": False} for deletion in deletions]
     if is_confirmed and root.is_dir():
-        results = report_clean.delete(deletions, root)
-        for row, (deletion, problem) in zip(rows, results, strict=True):
-            row["deleted"] = not problem
-            if problem:
-                say(f"{deletion.run.id}: {problem}")
-        if deletions:
-            say(f"freed {byte_count(sum(row['bytes'] for row in rows if row['deleted']))}")
+        _delete(deletions, rows, root)
     if as_json:
         click.echo(json.dumps(rows))
     # Exit code 1 where a confirmed deletion was not made.
     sys.exit(is_confirmed and not all(row["deleted"] for row in rows))
+
+
+def _delete(
+    deletions: Sequence[report_clean.Deletion], rows: Sequence[dict[str, Any]], root: Path
+) -> None:
+    """Make the deletions below `root`, and set ``deleted`` in the row of each that is made. Print
+    to stderr why others are not, and the bytes that are freed. Without deletions only the remains
+    of an interrupted call are removed."""
+    results = report_clean.delete(deletions, root)
+    # A strict `zip` asks for one result more than there are, by which the remains are removed.
+    for row, (deletion, problem) in zip(rows, results, strict=True):
+        row["deleted"] = not problem
+        if problem:
+            say(f"{deletion.run.id}: {problem}")
+    if deletions:
+        say(f"freed {byte_count(sum(row['bytes'] for row in rows if row['deleted']))}")
 
 
 def _ask_to_delete() -> bool:
