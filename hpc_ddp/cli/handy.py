@@ -171,7 +171,7 @@ def bundle(run: str, output: Path | None, runs_dir: str | None) -> None:
     try:
         entries, omissions = report_bundle.write(folder, path)
     except OSError as error:
-        if not error.filename or Path(error.filename) != path:
+        if not error.filename or Path(error.filename) != path:  # not of the archive
             raise
         raise output_error(path, error) from None
     for title, names in (("packed", entries), ("left out", omissions)):

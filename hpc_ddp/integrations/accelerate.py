@@ -84,7 +84,7 @@ class Stop(EpochStop):
         except TypeError:  # of a batch sampler without a size
             self._samples = 0
         set_epoch(loader, epoch)
-        # Of a shuffle: one for all ranks, or what the script has given to the loader.
+        # The generator of a shuffle: one for all ranks, or that of the script's loader.
         shared = getattr(loader, "synchronized_generator", None)
         self._restore_order(find_generators_of_loader(loader) if shared is None else [shared], done)
         yield from self._skip(loader, done) if done else loader

@@ -170,8 +170,8 @@ class StopCallback(TrainerCallback):
 
     def _save_if_due(self, args: TrainingArguments) -> None:
         """Have the Trainer save into the run's folder, if that is due, and stop where the ranks are
-        to. Meanwhile `args` have other values than for a checkpoint of the Trainer's own. Raises as
-        `StopPoint.checkpoint`; errors of the Trainer's save come through."""
+        to. During the save some of `args` have other values than for a checkpoint of the Trainer's
+        own. Raises as `StopPoint.checkpoint`; errors of the Trainer's save come through."""
         if not self._is_due or self._trainer is None:
             return
         self._is_due = False
@@ -195,9 +195,9 @@ def _check_loader(loader: Any, ranks: int) -> None:
     """Raise UsageError for a loader on several ranks that can't skip what is done: that of
     ``dispatch_batches``, unless it reads a stream, or splits batches of which none is short.
 
-    With it rank 0 reads a batch for each rank, and a resumed Trainer skips one batch for all of
-    them. With ``split_batches`` the Trainer skips the right ones, but fills a short last batch from
-    the first one behind those.
+    With ``dispatch_batches`` rank 0 reads a batch for each rank, while a resumed Trainer skips one
+    batch for all of them. With ``split_batches``, too, the Trainer skips the right batches, but
+    fills a short last batch from the first batch behind the skipped ones.
     """
     if (
         not isinstance(loader, DataLoaderDispatcher)

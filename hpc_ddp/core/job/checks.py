@@ -315,11 +315,11 @@ def _check_texts(spec: JobSpec) -> None:
             )
     for text in _texts_in([getattr(spec, item.name) for item in fields(spec)]):
         if "\0" in text or not _is_unicode(text):
-            is_read_wrong = _is_unicode(os.fsencode(text).decode(errors="surrogateescape"))
+            is_locale_wrong = _is_unicode(os.fsencode(text).decode(errors="surrogateescape"))
             raise UsageError(
                 f"{text!r} holds a NUL or bytes that are no UTF-8, which a script can't",
                 hint="export LC_ALL=C.UTF-8: this shell's locale knows ASCII alone"
-                if is_read_wrong and "\0" not in text
+                if is_locale_wrong and "\0" not in text
                 else "rename it, or leave those characters out",
             )
 

@@ -75,8 +75,8 @@ def mlflow_id_file(run: RunFolder, first_attempt: int = 0) -> Path:
 
 def sync_commands(run: RunFolder) -> list[str]:
     """Return the shell commands that send the offline records of a run, or of the tasks of an
-    array, to the trackers; [] where nothing is left to send. Raise OSError where a folder can't be
-    listed."""
+    array, to the trackers; [] where nothing is left to send. A folder that can't be listed counts
+    as empty, or raises OSError with an older Python."""
     commands = []
     for place in ("", "task-*/"):
         records = run.path.glob(f"{place}wandb/offline-run-*/*.wandb")
