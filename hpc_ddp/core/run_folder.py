@@ -276,8 +276,8 @@ class RunFolder:
     def claim_attempt(
         self, info: dict[str, Any], is_live: Callable[[dict[str, Any]], bool]
     ) -> AttemptFolder:
-        """Make the folder of the next attempt for the caller, and return it. Of processes that call
-        this at the same time each gets another attempt.
+        """Make the folder of the next attempt for the caller, and return it. Processes that call
+        this at the same time get different attempts.
 
         Parameters
         ----------
