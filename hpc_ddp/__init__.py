@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name):
+        """Import `hpc_ddp.api`, and return its `name`; raise AttributeError for an unknown one."""
         if name not in (
             "Handle",
             "HpcDdpError",

@@ -1,9 +1,9 @@
 """hpc-ddp from Python: submit a job, and look after its run. All of it is ``hpc_ddp.<name>``.
 
 It means what the command line means: ``hpc-ddp.toml`` and site files count, runs lie where
-``hpc-ddp status`` finds them, and each side can look after what the other one has started.
-Errors are `HpcDdpError`, or its subclass `UsageError` where the request itself is wrong; those of a
-disk are OSError.
+``hpc-ddp status`` finds them, and Python can look after a run of the command line, and the reverse.
+Errors are `HpcDdpError`, or its subclass `UsageError` where the request itself is wrong. An error
+of a disk is an OSError.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from hpc_ddp.submission.settings.user import home_folder
 __all__ = ["Handle", "HpcDdpError", "HpcDdpWarning", "JobSpec", "Status", "UsageError"]
 __all__ += ["find", "submit"]
 
-FIRST_PAUSE_S, LAST_PAUSE_S = 0.2, 10.0  # of `wait` between two looks; for a job each asks Slurm
+FIRST_PAUSE_S, LAST_PAUSE_S = 0.2, 10.0  # between two looks of `wait`; for a job a look asks Slurm
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Handle:
     """
 
     path: Path
-    # The process behind this one that `submit` has started; only of the local and salloc back-ends.
+    # The background process that `submit` has started; None but for the local and salloc back-ends.
     _process: subprocess.Popen[bytes] | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -120,17 +120,17 @@ class Handle:
         >>> run.wait(timeout=300)
         'finished'
         """
-        give_up_s = float("inf") if timeout is None else time.monotonic() + timeout
+        deadline = float("inf") if timeout is None else time.monotonic() + timeout
         pause_s = FIRST_PAUSE_S
-        while self._at_work():
-            left_s = give_up_s - time.monotonic()
+        while self._is_at_work():
+            left_s = deadline - time.monotonic()
             if left_s <= 0:
                 raise TimeoutError(f"run {self.id} is not over after {timeout:g} s")
             time.sleep(min(pause_s, left_s))
             pause_s = min(1.5 * pause_s, LAST_PAUSE_S)
         return self.state
 
-    def _at_work(self) -> bool:
+    def _is_at_work(self) -> bool:
         """Return whether a process or a job works on the run, or will work on it. If `submit` has
         started a process for this handle, that process alone counts. Otherwise Slurm is asked for a
         run that has a job; the result is True also while Slurm gives no answer.
@@ -141,7 +141,7 @@ class Handle:
         if self._process:
             return self._process.poll() is None
         try:
-            queue = Queue(slurm.queue() if self.job_id else {})
+            queue = Queue(slurm.list_jobs() if self.job_id else {})
         except slurm.NoAnswerError:  # it will come back
             return True
         return describe_work(self._run, queue) is not None
@@ -189,16 +189,16 @@ class Handle:
         >>> "hello" in run.logs(rank=0)
         True
         """
-        files = log_files(self._run, rank, None)
+        files = log_files(self._run, rank, attempt=None)
         return "".join(map(read_text, files))
 
 
 def submit(spec: JobSpec | None = None, /, **settings: Any) -> Handle:
     """Submit a job, as ``hpc-ddp submit`` does, and return its handle without waiting for its end.
 
-    With ``backend="local"`` a process behind this one plays the job on this machine; when this
-    process ends, that one gives the workers notice to save and stop. The job's output goes to the
-    run's ``logs``.
+    With ``backend="local"`` a background process plays the job on this machine; when this process
+    ends, the background process gives the workers notice to save and stop. The job's output goes to
+    the run's ``logs``.
 
     Parameters
     ----------
@@ -207,8 +207,8 @@ def submit(spec: JobSpec | None = None, /, **settings: Any) -> Handle:
         file may set it. Paths are relative to the working directory.
     settings
         keys of ``hpc-ddp.toml``, with ``_`` for ``-``, without a `spec` or together with one. They
-        win over the fields of `spec`; some, as ``site``, are no field. One that is None hides the
-        field of `spec`, and counts as unset. A further key is ``sweep``: a mapping of each
+        win over the fields of `spec`; some, as ``site``, are no field. A setting of None counts as
+        unset, also where `spec` has a value for it. A further key is ``sweep``: a mapping of each
         parameter's name to its values.
 
     Raises
@@ -241,9 +241,9 @@ def submit(spec: JobSpec | None = None, /, **settings: Any) -> Handle:
     hpc_ddp.core.errors.UsageError: hpc_ddp.submit: unknown key 'nodse', did you mean 'nodes'?; ...
     """
     cwd = Path.cwd()
-    layer = (_set_fields(spec) if spec else {}) | settings
+    layer = (_non_default_fields(spec) if spec else {}) | settings
     sweep = layer.pop("sweep", None)
-    merged = config.load(_as_file(layer) | _sweep(sweep), cwd, home_folder())
+    merged = config.load(_checked_settings(layer) | _sweep_settings(sweep), cwd, home_folder())
     root = runs_root(merged)
     plan = plan_new(merged, cwd, root)
     for text in plan.warnings():
@@ -281,16 +281,17 @@ def find(run: str | os.PathLike[str], runs_dir: str | None = None) -> Handle:
     return Handle(run_of(os.fspath(run), runs_dir).path)
 
 
-def _set_fields(spec: JobSpec) -> dict[str, Any]:
+def _non_default_fields(spec: JobSpec) -> dict[str, Any]:
     """Return the values of a job's fields that differ from their default, by the field's name."""
-    values = {item.name: (getattr(spec, item.name), default_of(item)) for item in fields(spec)}
-    return {name: value for name, (value, default) in values.items() if value != default}
+    settings = {field.name: getattr(spec, field.name) for field in fields(spec)}
+    defaults = {field.name: default_of(field) for field in fields(spec)}
+    return {name: setting for name, setting in settings.items() if setting != defaults[name]}
 
 
-def _as_file(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings under the keys of a project file, checked. Those that are None are left out,
-    tuples become lists, and paths become texts. Raise UsageError for an unknown key or a value of
-    the wrong kind."""
+def _checked_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings under the keys of a project file (``-`` for ``_``). Settings of None are left
+    out, tuples become lists, and paths become texts. Raise UsageError for an unknown key or a value
+    of the wrong kind."""
     values: dict[str, Any] = {}
     for name, value in settings.items():
         if isinstance(value, tuple):
@@ -300,11 +301,11 @@ def _as_file(settings: Mapping[str, Any]) -> dict[str, Any]:
     return config.as_options(values, "hpc_ddp.submit")
 
 
-def _sweep(sweep: Mapping[str, Any] | None) -> dict[str, Any]:
+def _sweep_settings(sweep: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return the settings ``sweep`` and ``array`` for a mapping of each parameter's name to its
-    values; {} for None and an empty mapping. Raise UsageError for anything but a mapping of texts
-    to iterables of values, and for too many trials."""
-    sweep = {} if sweep is None else sweep
+    values, which become texts; {} for None and an empty mapping. Raise UsageError for anything but
+    a mapping of texts to iterables of values, and for too many trials."""
+    sweep = {} if sweep is None else sweep  # () or "" is no mapping, and refused
     if not isinstance(sweep, Mapping) or any(
         isinstance(values, (str, bytes))
         or not (isinstance(name, str) and isinstance(values, Iterable))

@@ -1,4 +1,4 @@
-"""Whether a job or a process works on a run, and whether the run may be started.
+"""Tells whether a job or a process works on a run, and whether the run may be started.
 
 All of hpc-ddp asks here: `Queue.life` for a job, `describe_work` for a run. A job or process that
 can't be asked for from here may be live: nothing is started or deleted in spite of it.
@@ -36,7 +36,7 @@ from hpc_ddp.slurm_text import HAS_NO_NODES, OVER, QueuedJob
 
 
 class Life(TextEnum):
-    """Whether a job is live, as its cluster tells."""
+    """The life of a job, as its cluster tells."""
 
     LIVE = "live"
     OVER = "over"
@@ -74,13 +74,11 @@ class Queue:
     def find(self, job: JobRef, run: RunFolder) -> QueuedJob | None:
         """Return Slurm's line of a job of `run`; for a task that waits, the line of all waiting
         tasks. None without one, where the job's cluster can't be asked, and where the line is that
-        of another run's job: a cluster that is set up anew begins its numbers anew.
-
-        Raise OSError where a run's folder can't be looked at, and UsageError where Slurm's list
-        of an array's waiting tasks can't be parsed.
-        """
+        of another run's job: a cluster that is set up anew begins its numbers anew. Raise OSError
+        where a run's folder can't be looked at, and UsageError where Slurm's list of an array's
+        waiting tasks can't be parsed."""
         jobs = self._jobs_of(job) or {}
-        array, is_task, index = job.id.partition("_")
+        array, is_task, index = job.id.partition("_")  # is_task: "_", or "" for a whole job
         queued = jobs.get(job.id)
         if is_task and not queued:
             lines = (line for line in jobs.values() if line.has_task(array, int(index)))
@@ -107,14 +105,14 @@ class Queue:
         return {id: job for id, job in (self.jobs or {}).items() if job.state not in OVER}
 
     def _jobs_of(self, job: JobRef) -> Mapping[str, QueuedJob] | None:
-        """Ask the cluster of `job` ('': this one), the first time only, and return the user's jobs
-        there by id; None where it can't be asked."""
+        """Return the user's jobs on the cluster of `job` (this one, where the job names none), by
+        id; None where that cluster can't be asked. Another cluster is asked the first time only."""
         name = job.cluster_name
         if self.jobs is None or not name or name == JobRef("", self.cluster).cluster_name:
             return self.jobs
         if name not in self._others:
             try:
-                self._others[name] = slurm.queue(name)
+                self._others[name] = slurm.list_jobs(name)
             except HpcDdpError:
                 self._others[name] = None
         return self._others[name]
@@ -123,13 +121,14 @@ class Queue:
 def is_of_another_run(run: RunFolder, script: str) -> bool:
     """Return whether `script`, the path of a job's script, belongs to another run than `run`, its
     array and its tasks. False where the script, or a ``job.json`` beside it, is not here or can't
-    be looked at, and where the script is not named as runs' scripts are: a site's sbatch may submit
-    a copy. Raise OSError where the folder of one of the runs can't be looked at."""
+    be looked at, and for a script of another name than runs' scripts have: a site's sbatch may
+    submit a copy. Raise OSError where the folder of one of the runs can't be looked at."""
     path = Path(script)
     if path.name != run.script.name or not os.path.isfile(path):
         return False
     if not os.path.isfile(path.with_name(run.job_json.name)):
         return False
+    # An array owns the scripts of its tasks; a task owns no script of another task.
     folders = [path.parent] if run.is_task else [path.parent, RunFolder(path.parent).whole]
     return not any(folder.samefile(part) for folder in folders for part in (run.path, run.whole))
 
@@ -140,7 +139,7 @@ def read_queue() -> Queue:
     if shutil.which("squeue") is None:
         return Queue(None)
     try:
-        return Queue(slurm.queue())
+        return Queue(slurm.list_jobs())
     except HpcDdpError as error:
         return Queue(None, problem=error.message)
 
@@ -150,8 +149,8 @@ def read_queue() -> Queue:
 
 @dataclass(frozen=True)
 class Work:
-    """A job or a process that works on a run, or may; `text` describes it in words, and `job` is
-    None for a process and for a job whose id is not known."""
+    """A job or a process that works on a run, or may. `text` names it in words; `job` is None for a
+    process, and for a job whose id is not known."""
 
     text: str
     life: Life
@@ -165,23 +164,25 @@ def describe_work(
     run: RunFolder, queue: Queue, besides: JobRef | None = None, guesses: bool = True
 ) -> Work | None:
     """Return the first job or process that works on a run or on one of its tasks, or will; None
-    where there is none. For a task that is also a live job of its array that has the task.
+    where there is none. For a task the live job of its array that has the task counts, too.
 
     A job whose cluster can't be asked, or a process of another machine, counts too, with
-    `Life.UNKNOWN`, unless the journal has its end. With `guesses` any job counts that may have been
-    submitted without hpc-ddp for a run that has had no job, and, where this cluster can't be asked,
-    a job whose end the journal has. The job `besides` does not count, unless another shell of it
-    works on the run. Raise OSError where a journal can't be read, or a run's folder can't be looked
-    at.
+    `Life.UNKNOWN`, unless the journal has its end. The job `besides` does not count, unless another
+    shell of it works on the run. With `guesses` two more count: a job that may have been submitted
+    without hpc-ddp, for a run that has had no job; and, where this cluster can't be asked, a job
+    whose end the journal has. Raise OSError where a journal can't be read, and what `Queue.find`
+    raises.
     """
     works = (_work_on(part, queue, besides, guesses) for part in (run, *run.tasks()))
-    return next(filter(None, works), None) or (_waiting_task(run, queue) if run.is_task else None)
+    work = next(filter(None, works), None)
+    return work or (_job_of_array(run, queue) if run.is_task else None)
 
 
-def leaves_nothing(events: Sequence[JournalEvent]) -> bool:
-    """Return whether nothing can still work on a finished run, by its journal: its newest attempt
-    has a verdict or was started by hand, or its last submit was inside an allocation (``salloc``).
-    A process by hand, and an allocation, may go on with other work."""
+def has_ended_for_good(events: Sequence[JournalEvent]) -> bool:
+    """Return whether the journal of a finished run, `events`, proves that nothing of hpc-ddp works
+    on the run any more: the newest attempt has a verdict or was started by hand, or the last submit
+    was inside an allocation (``salloc``). A process by hand, or an allocation, may go on without
+    it."""
     last = last_event(events, Started, VerdictGiven)
     is_plain = isinstance(last, Started) and last.backend == "local"
     submitted = last_event(events, Submitted)
@@ -189,10 +190,9 @@ def leaves_nothing(events: Sequence[JournalEvent]) -> bool:
     return isinstance(last, VerdictGiven) or is_plain or in_allocation
 
 
-def _waiting_task(task: RunFolder, queue: Queue) -> Work | None:
-    """Return the live job of a task's array that works on the task, or will work on it; None where
-    there is none. Raise OSError where the array's journal can't be read, and what `Queue.find`
-    raises."""
+def _job_of_array(task: RunFolder, queue: Queue) -> Work | None:
+    """Return the live job of a task's array that works on the task, or will; None without one.
+    Raise OSError where the array's journal can't be read, and what `Queue.find` raises."""
     array = RunFolder(task.whole)
     for array_job in array.jobs(array.events()):
         job = array_job.task(task.index)
@@ -206,6 +206,7 @@ def _work_on(run: RunFolder, queue: Queue, besides: JobRef | None, guesses: bool
     none. `besides`, `guesses` and the errors are those of `describe_work`."""
     events = run.events()
     jobs = run.jobs(events)
+    # Without Slurm's answer a guess does not rely on the ends in the journal.
     ended = [] if guesses and queue.jobs is None else ended_jobs(run, events)
     for job in jobs:
         if besides and job.is_same(besides):
@@ -220,21 +221,30 @@ def _work_on(run: RunFolder, queue: Queue, besides: JobRef | None, guesses: bool
         is_over = job.is_among(ended) and (run.is_task or life is Life.UNKNOWN)
         if life is not Life.OVER and not is_over:
             return Work(describe_job(job, queue, run), life, job)
-    live = queue.live.values()
-    if os.path.realpath(run.script) in {job.script for job in live}:
+    return _unnamed_job(run, queue, events, guesses and not jobs) or process_of(events)
+
+
+def _unnamed_job(
+    run: RunFolder, queue: Queue, events: Sequence[JournalEvent], guesses: bool
+) -> Work | None:
+    """Return a live job of the run's script, which the run's journal, `events`, need not name. With
+    `guesses`, for a run without known jobs, also return one that may be live. None without any."""
+    scripts = {job.script for job in queue.live.values()}
+    if os.path.realpath(run.script) in scripts:
         return Work("a job of its script", Life.LIVE)
-    if guesses and queue.jobs is None and not jobs and last_event(events, Started) is None:
+    if guesses and queue.jobs is None and last_event(events, Started) is None:
         # A run that was only rendered: any user may have given its script to sbatch.
         return Work("perhaps a job of a Slurm that can't be asked from here", Life.UNKNOWN)
-    if guesses and not jobs and "(null)" in {job.script for job in live}:
+    if guesses and "(null)" in scripts:
         return Work("perhaps a job whose script came through a pipe", Life.UNKNOWN)
-    return process_of(events)
+    return None
 
 
 def _has_left_allocation(run: RunFolder, events: Sequence[JournalEvent], job: JobRef) -> bool:
-    """Return whether the run's newest attempt was in the allocation (``salloc``) `job`, and has its
-    verdict: the allocation may be open for other work."""
-    info = attempts[-1].info if (attempts := run.attempts()) else {}
+    """Return whether the run's newest attempt was in the allocation (``salloc``) `job` and has its
+    verdict: the allocation may be open for other work. Raise OSError as `RunFolder.attempts`."""
+    attempts = run.attempts()
+    info = attempts[-1].info if attempts else {}
     holder = JobRef.of(info.get("job_id"), info.get("cluster"))
     return holder is not None and holder.is_same(job) and _has_left_shell(events, info)
 
@@ -250,9 +260,9 @@ def describe_job(job: JobRef, queue: Queue, run: RunFolder) -> str:
 
 
 def ended_jobs(run: RunFolder, events: Sequence[JournalEvent]) -> list[JobRef]:
-    """Return the jobs of a run that are over by its journal, `events`: those on whose last attempt
-    the verdict `is_final`, each with the next job of a chain that it has queued; and those that the
-    user has called over (`Dismissed`)."""
+    """Return the jobs of a run that are over by its journal, `events`: those that the user has
+    called over (`Dismissed`); and those on whose last attempt the verdict `is_final`, each with the
+    next job of a chain that it has queued."""
     ended = [JobRef(e.job_id, e.cluster or "") for e in events if isinstance(e, Dismissed)]
     verdicts = {event.attempt: event for event in events if isinstance(event, VerdictGiven)}
     starts = {event.attempt: event for event in events if isinstance(event, Started)}
@@ -271,7 +281,7 @@ def is_final(verdict: VerdictGiven) -> bool:
 
 def process_of(events: Sequence[JournalEvent]) -> Work | None:
     """Return the process of the newest start, where the process runs, or may run on another machine
-    and has journaled no end. None otherwise, also for a start by a job."""
+    and has journaled no end. Return None otherwise, and for a start by a job."""
     started = last_event(events, Started)
     if started is None or started.pid is None:
         return None
@@ -288,19 +298,27 @@ def process_of(events: Sequence[JournalEvent]) -> Work | None:
 # --- before a start ------------------------------------------------------------------------
 
 
+def _dismiss_unknown_jobs(run: RunFolder, queue: Queue) -> None:
+    """Journal `Dismissed`, the user's word that a job is over, for each job of the run and of its
+    tasks whose life is unknown. Raise OSError where a journal can't be read."""
+    for part in (run, *run.tasks()):
+        for job in part.jobs(part.events()):
+            if queue.life(job, part) is Life.UNKNOWN:
+                part.journal("submit").write(Dismissed(job.id, job.cluster or None))
+
+
 def check_idle(run: RunFolder, is_forced: bool = False) -> None:
     """Raise UsageError if a job or process works on the run or on a task of it, or may: two would
     write over each other. The job in which this process runs (SLURM_JOB_ID) does not count.
 
-    With `is_forced` a job or process that only may work on it does not count either, and
-    `Dismissed` is journaled first for each job whose life is unknown, the user's word that it is
-    over, also where the start is then refused. Where squeue is installed and gives no answer,
-    `is_forced` has no effect.
+    With `is_forced` a job or process that only may work on the run does not count either, and
+    `Dismissed` is journaled first for each job whose life is unknown, also where this then raises.
+    Where squeue is installed and gives no answer, `is_forced` has no effect.
 
     Raises
     ------
     UsageError
-        see above; or an id of the run's waiting tasks can't be parsed
+        see above; or Slurm's list of an array's waiting tasks can't be parsed
     OSError
         the run's journal can't be read, or a run's folder can't be looked at
     """
@@ -308,10 +326,7 @@ def check_idle(run: RunFolder, is_forced: bool = False) -> None:
     queue = read_queue()
     is_silent = queue.jobs is None and shutil.which("squeue") is not None
     if is_forced and not is_silent:
-        for part in (run, *run.tasks()):
-            for job in part.jobs(part.events()):
-                if queue.life(job, part) is Life.UNKNOWN:
-                    part.journal("submit").write(Dismissed(job.id, job.cluster or None))
+        _dismiss_unknown_jobs(run, queue)
     work = describe_work(run, queue, besides=own_job, guesses=False)
     if work is None:
         return
@@ -326,27 +341,28 @@ def check_idle(run: RunFolder, is_forced: bool = False) -> None:
 
 def _has_verdict(events: Sequence[JournalEvent], info: Mapping[str, Any]) -> bool:
     """Return whether the attempt that `info` (its attempt.json) describes has a verdict among a
-    run's `events`. Its shell gives the verdict last, and so is over, even if the controller has
-    moved since."""
+    run's `events`. The attempt's shell gives the verdict as its last act: it is over then, even if
+    the controller has moved since."""
     start = info.get("job_id"), info.get("restarts")
     starts = [e for e in events if isinstance(e, Started) and (e.job_id, e.restarts) == start]
     newest = max((event.attempt for event in starts), default=None)
     return any(isinstance(event, VerdictGiven) and event.attempt == newest for event in events)
 
 
-def _has_left_shell(events: Sequence[JournalEvent], attempt: Mapping[str, Any]) -> bool:
-    """Return whether the attempt that `attempt` (its attempt.json) describes was in a shell of an
+def _has_left_shell(events: Sequence[JournalEvent], info: Mapping[str, Any]) -> bool:
+    """Return whether the attempt that `info` (its attempt.json) describes was in a shell of an
     allocation, and has its verdict among a run's `events`."""
-    return "shell" in attempt and _has_verdict(events, attempt)
+    return "shell" in info and _has_verdict(events, info)
 
 
 def is_attempt_live(run: RunFolder, own_job: JobRef, info: Mapping[str, Any]) -> bool:
     """Return whether the attempt of `run` that `info` (its attempt.json) describes still runs.
 
     The caller is a start of the job `own_job`. An earlier start of that job is over, except in an
-    allocation (``salloc``) while its shell runs. An attempt is over whose job the controller does
-    not know, or has restarted since, or on another cluster is over by the journal. A controller of
-    this cluster that is silent is asked without end.
+    allocation (``salloc``) while its shell runs. An attempt without a job, by hand, is over when
+    its process is. Any other attempt is over if the controller does not know its job, or has
+    restarted it since, or if the job is on another cluster and over by the journal. A silent
+    controller of this cluster is asked without end.
 
     Raises
     ------
@@ -358,7 +374,7 @@ def is_attempt_live(run: RunFolder, own_job: JobRef, info: Mapping[str, Any]) ->
     """
     holder = JobRef.of(info.get("job_id"), info.get("cluster"))
     if holder is None:
-        return process.is_live({**info})
+        return process.is_live({**info})  # a start by hand: `info` is its process's identity
     if holder.is_same(own_job):  # an earlier start of it, or another shell in an allocation
         return process.is_live(info.get("shell", {}))
     events = run.events()
@@ -367,9 +383,9 @@ def is_attempt_live(run: RunFolder, own_job: JobRef, info: Mapping[str, Any]) ->
     is_here = holder.is_of(own_job.cluster)
     if holder.is_among(ended_jobs(run, events)) and not is_here:
         return False
-    patience = math.inf if is_here else None  # no answer does not say that it is over
+    give_up = math.inf if is_here else None  # no answer does not say that it is over
     try:
-        job = slurm.show_job(holder.id if is_here else holder, patience)
+        job = slurm.show_job(holder.id if is_here else holder, give_up)
     except slurm.UnknownJobError:
         is_namesakes = holder.is_of_namesake(own_job.cluster)
         if is_namesakes and not _has_verdict(run.events(), info):

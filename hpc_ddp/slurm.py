@@ -38,7 +38,7 @@ class UnknownJobError(HpcDdpError):
 
 def options_of(script: Path, more: Sequence[str] = ()) -> dict[str, str]:
     """Return the options of a batch script and of the words `more`, which win, by long name (see
-    `slurm_text.parse_options`). A script that can't be read has none."""
+    `slurm_text.parse_options`). A script that can't be read counts as one without options."""
     try:
         text = script.read_text(errors="replace")
     except OSError:  # sbatch's own error is better
@@ -90,18 +90,17 @@ def _run(
 
 
 def own_cluster() -> str:
-    """Ask the controller once for its cluster, and return it as `JobRef` has it; '' without an
-    answer."""
+    """Ask the controller once, and return this cluster as `JobRef` has it; '' where it has no name,
+    or the controller gives no answer."""
     try:
         return slurm_text.parse_cluster(show_config())
     except HpcDdpError:
         return ""
 
 
-def at_cluster(job: str | JobRef) -> list[str]:
-    """Return ``--clusters=NAME`` for a job of another cluster; [] for one of this cluster, and for
-    an id alone. Raise HpcDdpError where a job has a cluster, and Slurm does not tell this one's
-    name."""
+def cluster_option(job: str | JobRef) -> list[str]:
+    """Return [``--clusters=NAME``] for a job of another cluster; [] for one of this cluster, and
+    for an id alone. Raise HpcDdpError for a job with a cluster if Slurm does not name this one."""
     name = job.cluster_name if isinstance(job, JobRef) else ""
     if not name or name == show_config().get("ClusterName"):
         return []
@@ -113,11 +112,11 @@ def _id_of(job: str | JobRef) -> str:
 
 
 def _run_patiently(argv: Sequence[str], give_up: float | None = None) -> str:
-    """Run a command that may be run twice, repeat it while the controller does not answer, and
+    """Run a command that may be run twice, repeat it while the controller gives no answer, and
     return its stdout. Each repetition is reported on stderr.
 
     Raise NoAnswerError at `give_up`, a time of ``time.monotonic()`` (None: PATIENCE_S from now),
-    also if the command runs then; HpcDdpError for another failure, at once.
+    which also ends a command that runs then; HpcDdpError for another failure, at once.
     """
     give_up, pause_s = _deadline(give_up), 1.0
     while True:
@@ -146,7 +145,7 @@ def sbatch(
 ) -> JobRef:
     """Submit a script file with `options` such as ``--array=0-3``, and return the job, with its
     cluster where sbatch has been sent to one. sbatch gets `env` without what `submit_env` leaves
-    out. A script that names clusters goes to `cluster`, if given.
+    out, which is reported on stderr. A script that names clusters goes to `cluster`, if given.
 
     A job whose sbatch got no answer may be queued all the same ("Socket timed out", seen on 22.05).
     So the queue is searched, for seconds, for a job of this script that is not among `earlier`.
@@ -156,7 +155,7 @@ def sbatch(
 
     Slurm gives the job sbatch's umask: the user's, in HPC_DDP_UMASK where `node.entry` has set one.
     """
-    umask = int(env.get("HPC_DDP_UMASK", "-1"), 8)
+    umask = int(env.get("HPC_DDP_UMASK", "-1"), 8)  # -1: this process's
     job_options = options_of(script, options)
     if cluster and "clusters" in job_options:
         options = (*options, f"--clusters={cluster}")
@@ -191,14 +190,14 @@ def _find_submitted(
     give_up: float,
 ) -> JobRef | None:
     """Return the newest job of a script, on one of `clusters` ('': this one), that is not among the
-    `earlier` ones and, where `options` have an ``--array``, has the same one: all tasks of an array
-    share the script, and each may be queueing a job of its own. None where there is none.
+    `earlier` ones; None where there is none. Where `options` have an ``--array``, the job has the
+    same one: all tasks of an array share the script, and each may be queueing a job of its own.
 
-    squeue is asked `SUBMIT_LOOKS` times for each cluster, after `LOOK_PAUSE_S` each. Raise
-    NoAnswerError without an answer until `give_up`, or where squeue refuses.
+    squeue is asked `SUBMIT_LOOKS` times for each cluster, `LOOK_PAUSE_S` apart. Raise NoAnswerError
+    without an answer until `give_up`, or where squeue refuses.
     """
-    task = next((o.removeprefix("--array=") for o in options if o.startswith("--array=")), None)
-    columns = f"--format={slurm_text.SEPARATOR.join(('%F', '%K', '%o'))}"
+    array = next((o.removeprefix("--array=") for o in options if o.startswith("--array=")), None)
+    columns = f"--format={slurm_text.SEPARATOR.join(('%F', '%K', '%o'))}"  # id, array, script
     for cluster in [*clusters] * SUBMIT_LOOKS:
         time.sleep(LOOK_PAUSE_S)
         argv = ["squeue", "--me", "--noheader", columns, "--states=all"]
@@ -209,7 +208,7 @@ def _find_submitted(
         except HpcDdpError as error:  # the job may be there all the same
             raise NoAnswerError(error.message, hint="squeue --me, before another start") from None
         rows = slurm_text.parse_table(table, 3, slurm_text.SEPARATOR)
-        ids = [id for id, tasks, path in rows if path == str(script) and task in (None, tasks)]
+        ids = [id for id, tasks, path in rows if path == str(script) and array in (None, tasks)]
         new = [id for id in ids if not JobRef(id, cluster).is_among(earlier)]
         if new:
             return JobRef(max(new, key=int), cluster)
@@ -226,29 +225,30 @@ def cancel(jobs: Sequence[str | JobRef]) -> None:
         jobs_of.setdefault(name, []).append(job)
     for group in jobs_of.values():
         with suppress(UnknownJobError):
-            _run_patiently(["scancel", *at_cluster(group[0]), *map(_id_of, group)])
+            _run_patiently(["scancel", *cluster_option(group[0]), *map(_id_of, group)])
 
 
 def requeue(job_id: str) -> None:
     """Put a batch job back into the queue. Called from inside the job, this also ends the caller.
     Raise NoAnswerError where the job may be requeued all the same (ask before the next try), and
-    HpcDdpError where the site or the job does not permit it."""
+    HpcDdpError where Slurm refuses, as where the site or the job does not permit it."""
     _run(["scontrol", "requeue", job_id])
 
 
 def forbid_requeue(job: str | JobRef) -> None:
     """Have Slurm never requeue a job, whatever ends it. Raise HpcDdpError where Slurm refuses, or
     gives no answer for PATIENCE_S."""
-    _run_patiently(["scontrol", *at_cluster(job), "update", f"JobId={_id_of(job)}", "Requeue=0"])
+    place = cluster_option(job)
+    _run_patiently(["scontrol", *place, "update", f"JobId={_id_of(job)}", "Requeue=0"])
 
 
 def release(job: JobRef) -> None:
     """Release a job that a ``--hold`` of the user keeps waiting. Raise HpcDdpError where Slurm
     refuses, or gives no answer for PATIENCE_S."""
-    _run_patiently(["scontrol", *at_cluster(job), "release", _id_of(job)])
+    _run_patiently(["scontrol", *cluster_option(job), "release", _id_of(job)])
 
 
-def update(job_id: str, setting: str) -> None:
+def update_job(job_id: str, setting: str) -> None:
     """Change one `setting` of a waiting job, as ``TimeLimit=60``. Raise HpcDdpError where Slurm
     refuses, or gives no answer for PATIENCE_S."""
     _run_patiently(["scontrol", "update", f"JobId={job_id}", setting])
@@ -256,7 +256,7 @@ def update(job_id: str, setting: str) -> None:
 
 def why_refused(script: Path, *options: str) -> str:
     """Return why a script would never start with these options, or why Slurm gave no answer; '' if
-    it would start. Nothing is submitted, and no error of Slurm is raised."""
+    it would start. Nothing is submitted or raised; `submit_env` may report on stderr."""
     try:
         env = submit_env(os.environ, options_of(script, options))
         _run(["sbatch", "--test-only", *options, str(script)], env=env)
@@ -265,9 +265,9 @@ def why_refused(script: Path, *options: str) -> str:
     return ""
 
 
-def unusable(nodes: Sequence[str]) -> list[str]:
-    """Return those of the nodes that are down, drained or failing, or do not answer the controller;
-    [] as well where Slurm gives no answer."""
+def unusable_nodes(nodes: Sequence[str]) -> list[str]:
+    """Return those of the nodes, in their order, that are down, drained or failing, or do not
+    answer the controller; [] as well where Slurm gives no answer."""
     bad = re.compile(r"down|drain|fail|.*\*")  # a star: it does not answer
     if not nodes:
         return []
@@ -292,17 +292,17 @@ def show_job(job: str | JobRef, give_up: float | None = None) -> Job:
     """Return a job as the controller has it. Raise HpcDdpError where there is no such job, or where
     Slurm gives no answer (NoAnswerError) until `give_up`, by ``time.monotonic()``; None: PATIENCE_S
     from now."""
-    argv = ["scontrol", *at_cluster(job), "show", "job", _id_of(job)]
+    argv = ["scontrol", *cluster_option(job), "show", "job", _id_of(job)]
     return slurm_text.parse_job(_run_patiently(argv, give_up))
 
 
 def job_text(job: str | JobRef) -> str:
     """Return what ``scontrol show job`` prints, asked once. Raise HpcDdpError where there is no
     such job, or no answer."""
-    return _run(["scontrol", *at_cluster(job), "show", "job", _id_of(job)])
+    return _run(["scontrol", *cluster_option(job), "show", "job", _id_of(job)])
 
 
-def queue(cluster: str = "", is_patient: bool = False) -> dict[str, QueuedJob]:
+def list_jobs(cluster: str = "", is_patient: bool = False) -> dict[str, QueuedJob]:
     """Return the user's jobs that Slurm still knows, by job id, with one call of squeue; `cluster`
     is a name, '' for this one.
 
@@ -315,25 +315,25 @@ def queue(cluster: str = "", is_patient: bool = False) -> dict[str, QueuedJob]:
     return slurm_text.parse_queue(_run_patiently(argv) if is_patient else _run(argv))
 
 
-def record(job: str | JobRef) -> JobRecord:
+def find_record(job: str | JobRef) -> JobRecord:
     """Return what the controller has of a job; where it fails in any way, what the accounting has.
     Each is asked once. Raise the controller's HpcDdpError where the accounting does not know the
     job, or fails."""
     try:
         return slurm_text.parse_record(job_text(job))
     except HpcDdpError as error:
-        forgotten = error
+        controller_error = error
     try:
         printed = _accounting_of(job, "State,Reason,ExitCode,NodeList,Start")
     except HpcDdpError:  # a site without accounting, say
-        raise forgotten from None
+        raise controller_error from None
     if record := slurm_text.parse_accounting(printed):
         return record
-    raise forgotten
+    raise controller_error
 
 
 def starts_in_accounting(job_id: str) -> list[str]:
-    """Return the states of all starts of a job, in order; [] without an answer."""
+    """Return the states of all starts of a job, oldest first; [] without an answer."""
     try:  # by an array's id, which its last task has as well, sacct prints all its tasks
         printed = _accounting_of(job_id, "JobIDRaw,State", "--duplicates")
     except HpcDdpError:
@@ -344,7 +344,7 @@ def starts_in_accounting(job_id: str) -> list[str]:
 def _accounting_of(job: str | JobRef, columns: str, *options: str) -> str:
     """Return what sacct prints of a job; raise HpcDdpError where it fails or gives no answer."""
     style = ["--allocations", "--noheader", "--parsable2", f"--format={columns}", *options]
-    return _run(["sacct", *at_cluster(job), *style, f"--jobs={_id_of(job)}"])
+    return _run(["sacct", *cluster_option(job), *style, f"--jobs={_id_of(job)}"])
 
 
 # --- what a cluster is like ----------------------------------------------------------------
@@ -361,7 +361,7 @@ def show_config() -> dict[str, str]:
 
 
 def restarting_codes() -> set[int]:
-    """Return the exit codes of a batch script with which this cluster requeues or holds its job; an
+    """Return the exit codes of a batch script for which this cluster requeues or holds its job; an
     empty set where Slurm gives no answer."""
     try:
         config = show_config()
@@ -379,8 +379,8 @@ def show_all(kind: str) -> list[dict[str, str]]:
 
 def show_accounting(kind: str, *words: str) -> list[dict[str, str]]:
     """Return all qualities of service (`kind` is ``qos``), or a user's accounts (``user``), on all
-    clusters of the accounting, each with its values by name; [] without an answer. `words` are
-    further ones of sacctmgr's query."""
+    clusters of the accounting, each with its values by name (`COLUMNS_OF_QOS`, `COLUMNS_OF_USER`);
+    [] without an answer. `words` are further ones of sacctmgr's query."""
     columns = COLUMNS_OF_QOS if kind == "qos" else COLUMNS_OF_USER
     query = ["show", kind, *words, f"format={columns}"]
     try:
@@ -392,8 +392,8 @@ def show_accounting(kind: str, *words: str) -> list[dict[str, str]]:
 
 
 def takes_option(command: str, option: str) -> bool:
-    """Return whether the help of one of Slurm's commands has an option, given without its dashes: a
-    plugin of the site may add some. False where the command is missing, or fails."""
+    """Return whether the help of one of Slurm's commands names an option, given without its dashes:
+    a site's plugin may add some. False where the command is missing, or fails."""
     try:
         return f"--{option}" in _run([command, "--help"])
     except HpcDdpError:

@@ -108,23 +108,24 @@ class Job:
 
     @property
     def is_cancelled(self) -> bool:
-        """Whether the job was cancelled, by a person or by Slurm for good.
+        """True if the job was cancelled, by a person or by Slurm for good.
 
-        To be asked while its batch script runs, or before: then COMPLETING without a reason is a
-        scancel. A job whose batch script has ended looks the same for a moment.
+        Reliable only while the job's batch script runs, or before: then COMPLETING without a reason
+        is a scancel. A job whose batch script has ended by itself looks the same for a moment.
         """
         is_ending = self.state == "COMPLETING" and self.reason == "None" and not self.preempted
         return is_ending or self.state in ("CANCELLED", "DEADLINE", "REVOKED")
 
     @property
     def preempted(self) -> bool:
-        """Whether a preemption has begun, and the job runs in its grace time or was ended by it.
+        """True if a preemption has begun, and the job runs in its grace time or was ended by it.
 
         False for a job that was cancelled within its grace time: it ended after the preemption
         began. Where PreemptMode is REQUEUE, a job that was ended has a higher restart count.
         """
         if self.preempted_at is None:
             return False
+        # Without a grace time, or after it, Slurm notes the end as the time of the preemption.
         return self.state == "RUNNING" or (self.end_time or 0) <= self.preempted_at
 
 
@@ -157,9 +158,9 @@ class QueuedJob:
     tasks: str = ""
 
     def has_task(self, array: str, index: int) -> bool:
-        """Return whether the line is that of task `index` of the array with the job id `array`, or
-        that of all tasks that wait, with this one among them. Raise UsageError where `tasks` is no
-        list of indexes."""
+        """Return whether the line is of task `index` of the array with the job id `array`: of this
+        task alone, or of all tasks that wait, this one among them. Raise UsageError where `tasks`
+        is no list of indexes."""
         return self.array == array and bool(self.tasks) and index in array_indexes(self.tasks)
 
 
@@ -179,15 +180,16 @@ class JobRecord:
 
 
 def parse_job_id(printed: str) -> str | None:
-    """Return the last line of what ``sbatch --parsable`` printed that is ``id`` or ``id;cluster``;
-    None where no line is. Some sites' sbatch prints a banner, too."""
+    """Return ``id`` or ``id;cluster`` from what ``sbatch --parsable`` printed: the last line of
+    this form, since some sites' sbatch prints a banner, too. None where no line has it."""
     lines = [line.strip() for line in printed.splitlines()]
     return next((line for line in reversed(lines) if _JOB_ID.fullmatch(line)), None)
 
 
 def host_names(text: str, node_list: str) -> list[str]:
-    """Return the names that ``scontrol show hostnames`` prints for a host list, in order. Other
-    lines are of a site's banner."""
+    """Return the names that ``scontrol show hostnames`` printed, `text`, for a host list, in order.
+    A line that begins as no name of the list does is a site's banner, and left out."""
+    # n[1-2],m3 becomes n[,m3, and that n and m3.
     starts = tuple(re.findall(r"[^,[]+", re.sub(r"\[[^]]*\]", "[", node_list)))
     return [name for name in re.findall(r"^\w[\w.-]*$", text, re.M) if name.startswith(starts)]
 
@@ -196,36 +198,35 @@ def parse_job(text: str) -> Job:
     """Return the job that ``scontrol show job`` printed in several lines; a missing field is '',
     None, 0 or False. Fields are looked for at line starts: a job's name, which stands on the first
     line, may hold anything."""
-
-    value = partial(_field, text)
-    limit = value(r"^\s+RunTime=\S+ TimeLimit=(\S+)")
-    end = value(r"^\s+StartTime=\S+ EndTime=(\S+)")
+    field = partial(_field, text)
+    limit = field(r"^\s+RunTime=\S+ TimeLimit=(\S+)")
+    end = field(r"^\s+StartTime=\S+ EndTime=(\S+)")
     return Job(
-        state=_state(value(r"^\s+JobState=(\S+)")),
-        reason=value(r"^\s+JobState=\S+ Reason=(\S+)"),
-        restarts=int(value(r"^\s+Requeue=\S+ Restarts=(\d+)") or 0),
-        preempted_at=_unix(value(r"^\s+PreemptEligibleTime=\S+ PreemptTime=(\S+)")),
+        state=_state(field(r"^\s+JobState=(\S+)")),
+        reason=field(r"^\s+JobState=\S+ Reason=(\S+)"),
+        restarts=int(field(r"^\s+Requeue=\S+ Restarts=(\d+)") or 0),
+        preempted_at=_unix(field(r"^\s+PreemptEligibleTime=\S+ PreemptTime=(\S+)")),
         end_time=_unix(end),
-        left_s=_left_s(value(r"^\s+RunTime=(\S+)"), limit),
+        left_s=_left_s(field(r"^\s+RunTime=(\S+)"), limit),
         limit_s=_left_s("00:00:00", limit),
-        excluded=value(r"^\s+ReqNodeList=\S+ ExcNodeList=(\S+)").replace("(null)", ""),
-        expedited=value(r"^\s+ExpeditedRequeue=(\S+)") == "Yes",
-        script=value(r"^\s+Command=(.+)"),
-        output=value(r"^\s+StdOut=(.+)"),
+        excluded=field(r"^\s+ReqNodeList=\S+ ExcNodeList=(\S+)").replace("(null)", ""),
+        expedited=field(r"^\s+ExpeditedRequeue=(\S+)") == "Yes",
+        script=field(r"^\s+Command=(.+)"),
+        output=field(r"^\s+StdOut=(.+)"),
     )
 
 
 def parse_record(text: str) -> JobRecord:
-    """Return the record of a job that ``scontrol show job`` printed, of several jobs, as an array's
-    tasks, the first. The reason has blanks in place of ``_``; a missing field is '' or None."""
-
-    value = partial(_field, text)
+    """Return the record of the job that ``scontrol show job`` printed; of several jobs, as an
+    array's tasks, the first one. The reason has blanks in place of ``_``; a missing field is '' or
+    None."""
+    field = partial(_field, text)
     return JobRecord(
-        state=_state(value(r"^\s+JobState=(\S+)")),
-        reason=value(r"^\s+JobState=\S+ Reason=(\S+)").replace("_", " "),
-        exit_code=value(r"^\s+Requeue=.* ExitCode=(\S+)"),
-        nodes=value(r"^\s+NodeList=(\S+)").replace("(null)", ""),
-        start_time=_unix(value(r"^\s+StartTime=(\S+)")),
+        state=_state(field(r"^\s+JobState=(\S+)")),
+        reason=field(r"^\s+JobState=\S+ Reason=(\S+)").replace("_", " "),
+        exit_code=field(r"^\s+Requeue=.* ExitCode=(\S+)"),
+        nodes=field(r"^\s+NodeList=(\S+)").replace("(null)", ""),
+        start_time=_unix(field(r"^\s+StartTime=(\S+)")),
     )
 
 
@@ -233,8 +234,8 @@ def parse_accounting(text: str) -> JobRecord | None:
     """Return the record of a job that ``sacct --format=State,Reason,ExitCode,NodeList,Start``
     printed; None where no line has these columns.
 
-    The last line is the newest start of a job that was requeued. A state such as ``CANCELLED by
-    1000`` is cut after its first word.
+    The last line counts: of a job that was requeued, it is the newest start. A state such as
+    ``CANCELLED by 1000`` is cut after its first word.
     """
     rows = parse_table(text, 5)
     if not rows:
@@ -244,13 +245,12 @@ def parse_accounting(text: str) -> JobRecord | None:
 
 
 def parse_queue(text: str) -> dict[str, QueuedJob]:
-    """Return the jobs that squeue printed with `QUEUE_COLUMNS`, by their ids.
+    """Return the jobs that squeue printed with `QUEUE_COLUMNS`, by their ids. Malformed lines are
+    left out. A script's path is resolved on this machine, to a real path.
 
-    Malformed lines are left out. A script's path is resolved on this machine, to a real path.
-
-    %A is a task's own id, %F its array's. Pending tasks, and the one that starts last, have the
-    array's id. When that one has ended, the array would look finished while others still run; so
-    the array's id then maps to a task that is live.
+    %A is a task's own id, %F its array's. Pending tasks, and the task that starts last, have the
+    array's id as their own. When that task has ended, the array would look finished while others
+    still run; so the array's id then maps to a task that is live.
     """
     jobs: dict[str, QueuedJob] = {}
     live_tasks: dict[str, QueuedJob] = {}
@@ -280,7 +280,7 @@ def parse_table(text: str, columns: int, separator: str = "|") -> list[list[str]
 
 
 def parse_options(script: str, more: Sequence[str] = ()) -> dict[str, str]:
-    """Return the options in the lines ``#SBATCH`` of a batch script's text, and in the words `more`
+    """Return the options in the ``#SBATCH`` lines of a batch script's text, and in the words `more`
     of a command line, by whole long name; the last one of a name counts. The value is '' for a
     flag, and also where a blank stands between the option and its value."""
     lines = re.findall(r"^#SBATCH\s(.*)", script, flags=re.M)
@@ -290,13 +290,14 @@ def parse_options(script: str, more: Sequence[str] = ()) -> dict[str, str]:
         if word.startswith("--"):
             name, _, value = word[2:].partition("=")
             options[full_name(name, SBATCH)] = value
-        elif word[:1] == "-" and word[1:2] in SHORT_OPTIONS:
+        elif word[:1] == "-" and word[1:2] in SHORT_OPTIONS:  # as -N2
             options[SHORT_OPTIONS[word[1]]] = word[2:]
     return options
 
 
 def _split_words(line: str) -> list[str]:
-    """Return the words of a line as a shell splits it; at blanks where its quotes do not match."""
+    """Return the words of a line as a shell splits it, without a comment; where its quotes do not
+    match, split at blanks."""
     try:
         return shlex.split(line, comments=True)
     except ValueError:
@@ -310,10 +311,11 @@ def parse_reason(command: str, printed: str) -> str:
 
 
 def last_line(printed: object) -> str:
-    """Return the last line of what a command has printed, behind ``: ``; '' without one. Text or
-    bytes, as of an error of `subprocess`, or None."""
+    """Return ``: `` and the last line of what a command has printed; '' without a line. `printed`
+    is text, bytes or None, as in an error of `subprocess`."""
     text = printed.decode(errors="replace") if isinstance(printed, bytes) else str(printed or "")
-    return "".join(f": {line.strip()}" for line in text.strip().splitlines()[-1:])
+    lines = text.strip().splitlines()
+    return f": {lines[-1].strip()}" if lines else ""
 
 
 def hint_for(reason: str) -> str:
@@ -322,8 +324,8 @@ def hint_for(reason: str) -> str:
 
 
 def parse_config(text: str) -> dict[str, str]:
-    """Return the values of lines ``Name = value`` by name. Where a name comes again, in another
-    section, the first value stays."""
+    """Return the values of the lines ``Name = value`` by name, as ``scontrol show config`` prints
+    them. Where a name comes again, in another section, the first value stays."""
     values: dict[str, str] = {}
     for line in text.splitlines():
         name, equals, value = line.partition("=")
@@ -339,8 +341,9 @@ def parse_codes(text: str) -> list[int]:
 
 
 def parse_cluster(config: Mapping[str, str]) -> str:
-    """Return the cluster of a configuration, which `parse_config` has returned, as `JobRef` has it,
-    with host and port of its first controller; '' where it has no name."""
+    """Return the cluster as `JobRef` has it, ``name@host:port`` with the first controller's host
+    and port, from a configuration of `parse_config`: ``name`` where that names no controller, ''
+    where it has no name."""
     name, host = config.get("ClusterName", ""), config.get("SlurmctldHost[0]", "").partition("(")[0]
     place = f"@{host}:{config.get('SlurmctldPort', '')}" if host else ""
     return f"{name}{place}" if name else ""
@@ -348,10 +351,10 @@ def parse_cluster(config: Mapping[str, str]) -> str:
 
 def parse_records(text: str) -> list[dict[str, str]]:
     """Return a record for each line that ``scontrol --oneliner`` printed: its values by name, since
-    their order differs between versions.
+    their order differs between versions. A line without a value is left out.
 
-    A value with blanks, such as a reason's, is cut after its first word; a word within it that
-    looks like a name does not replace one that stands before. A line without a value is left out.
+    A value with blanks, such as a reason's, is cut after its first word. Where a later word of such
+    a value looks like ``Name=value``, a value of this name that stands before stays.
     """
     rows = []
     for line in text.splitlines():
@@ -364,7 +367,8 @@ def parse_records(text: str) -> list[dict[str, str]]:
 
 
 def _state(shown: str) -> str:
-    """Return the state for which Slurm shows the flag `shown`; a state is returned as it is."""
+    """Return the state for which Slurm shows the flag `shown` (`_STATE_OF`); any other text is a
+    state, and returned as it is."""
     return _STATE_OF.get(shown, shown)
 
 
@@ -375,7 +379,7 @@ def _field(text: str, pattern: str) -> str:
 
 
 def _left_s(run_time: str, limit: str) -> float | None:
-    """Return the seconds between a job's run time and its limit, negative beyond it; inf without a
+    """Return the seconds from a job's run time to its limit, negative beyond it; inf without a
     limit, None where one of the two is unknown. Both are in Slurm's notation, as ``1-12:00:00``."""
     elapsed_s, limit_s = slurm_seconds(run_time), slurm_seconds(limit)
     if limit == "UNLIMITED":

@@ -19,7 +19,7 @@ from hpc_ddp.core.job.option_declaration import (
     TABLE,
     Option,
 )
-from hpc_ddp.core.job.slurm_options import with_own_keys
+from hpc_ddp.core.job.slurm_options import move_to_own_keys
 from hpc_ddp.submission.settings import config
 
 Command = Callable[..., Any]
@@ -67,16 +67,16 @@ class Grouped(click.Command):
 
 
 def group_of(param: click.Parameter) -> str:
-    """Return the heading of a parameter in the help: its setting's, else the one in `_GROUP_OF`,
-    else `OTHERS`."""
+    """Return the heading of a parameter in the help: that of its setting, else the one in
+    `_GROUP_OF`, else `OTHERS`."""
     key = (param.name or "").replace("_", "-").removeprefix("no-")
     declared = config.OPTIONS.get(key)
     return declared.group if declared else _GROUP_OF.get(key, OTHERS)
 
 
 def _click_option(key: str, declared: Option) -> Command:
-    """Return the decorator that adds the option of a setting, `key`, to a command; ``--no-KEY`` for
-    a setting that is on by default."""
+    """Return the decorator that adds the option of a setting, `key`, to a command. For a setting
+    that is on by default the option is ``--no-KEY``, which switches it off."""
     flags = [f"-{declared.letter}"] if declared.letter else []
     metavar = declared.metavar or "|".join(declared.accepted) or None
     if key in _ON_BY_DEFAULT:
@@ -93,9 +93,10 @@ def _click_option(key: str, declared: Option) -> Command:
     )
 
 
-def _add(command: Command, keys: list[str], *more: Command) -> Command:
-    """Add the options of some keys to a command, then those that the decorators `more` add, and
-    return it."""
+def _add_options(command: Command, keys: list[str], *more: Command) -> Command:
+    """Add the options of some keys to a command, then the options of the decorators `more`, and
+    return the command."""
+    # The decorator that is called last adds the first option of the help.
     for decorator in reversed(more):
         command = decorator(command)
     for key in reversed(keys):
@@ -109,29 +110,29 @@ _KEYS = [key for key, declared in config.OPTIONS.items() if not declared.is_file
 def job_options(command: Command) -> Command:
     """Add the options of a job, ``--run``, ``--json``, SCRIPT and ARGS to a command, and return
     it."""
-    return _add(_script(command), _KEYS, _RUN, json_option)
+    return _add_options(_add_script(command), _KEYS, _RUN, json_option)
 
 
 def local_options(command: Command) -> Command:
     """Add the options that mean something for processes on this machine, ``--json``, SCRIPT and
     ARGS to a command, and return it."""
     keys = [key for key in _KEYS if config.OPTIONS[key].is_local]
-    return _add(_script(command), keys, json_option)
+    return _add_options(_add_script(command), keys, json_option)
 
 
 def rerun_options(command: Command) -> Command:
     """Add the options of a job that has its script, its arguments and its site already, and
     ``--json``, to a command, and return it."""
-    return _add(command, [key for key in _KEYS if key != "site"], json_option)
+    return _add_options(command, [key for key in _KEYS if key != "site"], json_option)
 
 
 def node_options(command: Command) -> Command:
     """Add the options that describe the nodes of a job, and ``--json``, to a command, and return
     it."""
-    return _add(command, [key for key in _KEYS if key in _OF_NODES], json_option)
+    return _add_options(command, [key for key in _KEYS if key in _OF_NODES], json_option)
 
 
-def _script(command: Command) -> Command:
+def _add_script(command: Command) -> Command:
     """Add the arguments SCRIPT, which may be left out, and ARGS to a command, and return it."""
     command = click.argument("args", nargs=-1, type=click.UNPROCESSED)(command)
     return click.argument("script", required=False)(command)
@@ -143,8 +144,8 @@ def settings_of(options: dict[str, Any]) -> dict[str, Any]:
     `options` are click's parameters by name, ``args`` among them if ``script`` is. An option that
     was not given is left out; ARGS count only behind a SCRIPT, and ``--`` alone stands for no ARGS.
     ``--env NAME=VALUE`` goes into ``env``, and ``--env NAME`` into ``env-names``. ``--no-snapshot``
-    is ``snapshot``: False, and so it is with all of `_ON_BY_DEFAULT`. Raw options of sbatch that
-    have a key of their own get that key (`with_own_keys`).
+    becomes ``snapshot``: False, and so do the others of `_ON_BY_DEFAULT`. Raw options of sbatch
+    that have their own key get this key (`move_to_own_keys`).
     """
     settings: dict[str, Any] = {}
     for name, value in options.items():
@@ -166,4 +167,4 @@ def settings_of(options: dict[str, Any]) -> dict[str, Any]:
         settings.pop("args", None)
     if settings.get("args") == ["--"]:
         settings["args"] = []
-    return with_own_keys(settings)
+    return move_to_own_keys(settings)

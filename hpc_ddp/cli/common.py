@@ -18,8 +18,8 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 def say(text: str) -> None:
-    """Print a text and an end of line to stderr: stdout is data. A stderr that takes nothing, as
-    with 2>&-, is no failure."""
+    """Print a text and an end of line to stderr: stdout is data. Where stderr takes nothing, as
+    with 2>&-, the text is lost, and nothing is raised."""
     with suppress(OSError):
         click.echo(text, err=True)
 
@@ -30,14 +30,14 @@ def warn(texts: Iterable[str]) -> None:
         say(f"warning: {text}")
 
 
-def unwritten(path: Path, error: OSError) -> HpcDdpError:
-    """Return the error for the file of ``-o`` that a disk refuses by `error`."""
+def output_error(path: Path, error: OSError) -> HpcDdpError:
+    """Return the error for the file of ``-o``, `path`, that the disk refuses by `error`."""
     return HpcDdpError(f"can't write {path}: {error.strerror}", hint="-o FILE writes it elsewhere")
 
 
 def note_kept(layer: Mapping[str, Any], args: Sequence[str], origin: str) -> None:
     """Note on stderr that a SCRIPT of the command line without ARGS keeps `args`, the arguments of
-    a run or of the project file, which `origin` names. `layer` has the settings of the command
+    a run or of the project file, as `origin` names it. `layer` has the settings of the command
     line. Nothing is printed without a SCRIPT, with ARGS, and if `args` is empty."""
     if args and "script" in layer and "args" not in layer:
         words = shlex.join(args)

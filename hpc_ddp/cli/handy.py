@@ -1,4 +1,4 @@
-"""Tools beside a run: attach, bundle, clean, completion.
+"""Commands beside a run: attach, bundle, clean, completion.
 
 Its commands let HpcDdpError and OSError through (UsageError where RUN means no run): `main.Group`
 prints them and sets the exit code.
@@ -12,11 +12,12 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import click
 
 from hpc_ddp.cli import completing
-from hpc_ddp.cli.common import folder_option, json_option, say, unwritten
+from hpc_ddp.cli.common import folder_option, json_option, output_error, say
 from hpc_ddp.core.attempt_env import clean_env
 from hpc_ddp.core.console.units import byte_count, parse_age
 from hpc_ddp.core.errors import UsageError
@@ -76,26 +77,38 @@ def clean(
         click.echo(report_clean.table(deletions))
     elif not deletions:
         say("nothing to clean")
-    # Without a deletion to confirm, remains of an interrupted call may still be there.
-    is_confirmed = not dry_run and (yes or not (deletions or as_json))
     if deletions and not (yes or dry_run or as_json):
-        is_confirmed = _ask()
+        is_confirmed = _ask_to_delete()
+    else:  # without deletions, too: remains of an interrupted call may still be there
+        is_confirmed = not dry_run and (yes or not (deletions or as_json))
     rows = [deletion.to_dict() | {"deleted": False} for deletion in deletions]
     if is_confirmed and root.is_dir():
-        results = report_clean.delete(deletions, root)
-        for row, (deletion, problem) in zip(rows, results, strict=True):
-            row["deleted"] = not problem
-            if problem:
-                say(f"{deletion.run.id}: {problem}")
-        if deletions:
-            say(f"freed {byte_count(sum(row['bytes'] for row in rows if row['deleted']))}")
+        _delete(deletions, rows, root)
     if as_json:
         click.echo(json.dumps(rows))
+    # Exit code 1 where a confirmed deletion was not made.
     sys.exit(is_confirmed and not all(row["deleted"] for row in rows))
 
 
-def _ask() -> bool:
-    """Ask the user, and return whether to delete; raise UsageError where there is no terminal."""
+def _delete(
+    deletions: Sequence[report_clean.Deletion], rows: Sequence[dict[str, Any]], root: Path
+) -> None:
+    """Make the deletions below `root`, and set ``deleted`` in the row of each that is made. Print
+    to stderr why others are not, and the bytes that are freed. Without deletions only the remains
+    of an interrupted call are removed."""
+    results = report_clean.delete(deletions, root)
+    # A strict `zip` asks for one result more than there are, by which the remains are removed.
+    for row, (deletion, problem) in zip(rows, results, strict=True):
+        row["deleted"] = not problem
+        if problem:
+            say(f"{deletion.run.id}: {problem}")
+    if deletions:
+        say(f"freed {byte_count(sum(row['bytes'] for row in rows if row['deleted']))}")
+
+
+def _ask_to_delete() -> bool:
+    """Ask the user on the terminal, and return True if the user wants to delete. Raise UsageError
+    where stdin is no terminal."""
     if not sys.stdin.isatty():
         raise UsageError(
             "clean asks before it deletes, and stdin is no terminal",
@@ -158,9 +171,9 @@ def bundle(run: str, output: Path | None, runs_dir: str | None) -> None:
     try:
         entries, omissions = report_bundle.write(folder, path)
     except OSError as error:
-        if not error.filename or Path(error.filename) != path:
+        if not error.filename or Path(error.filename) != path:  # not of the archive
             raise
-        raise unwritten(path, error) from None
+        raise output_error(path, error) from None
     for title, names in (("packed", entries), ("left out", omissions)):
         say("\n  ".join([f"{title}:", *names]))
     click.echo(path.absolute())

@@ -1,4 +1,4 @@
-"""From a job script that exists to ``hpc-ddp.toml``: import.
+"""The command import: from a job script that exists to ``hpc-ddp.toml``.
 
 Lets HpcDdpError and OSError through: `main.Group` prints them and sets the exit code.
 """
@@ -46,7 +46,7 @@ def import_(job_script: Path, args: tuple[str, ...], output: Path | None, site: 
     The exit code is 1 where that difference is not empty, and where hpc-ddp refuses the job: then
     the file is written with the reason as its first line.
     """
-    text = _read(job_script)
+    text = _read_job_script(job_script)
     cwd, home = Path.cwd(), home_folder()
     path = cwd / (output or config.PROJECT_FILE)
     conversion = convert(text, cwd, path.parent, args, job_script.name, os.environ)
@@ -54,7 +54,7 @@ def import_(job_script: Path, args: tuple[str, ...], output: Path | None, site: 
     subtract_site(conversion, of_site.values)
     if site:
         conversion.values["site"] = site, 0
-    conversion, effect = _check(conversion, path, cwd, home)
+    conversion, effect = _drop_refused(conversion, path, cwd, home)
     click.echo("\n".join(table(conversion, text)))
     for line, note in sorted(conversion.notes):
         click.echo(f"note{f', line {line}' if line else ''}: {note}")
@@ -62,20 +62,20 @@ def import_(job_script: Path, args: tuple[str, ...], output: Path | None, site: 
     if isinstance(effect, UsageError):
         refusal = f"does not render yet: {effect.message}"
         click.echo(f"{refusal}\nhint: {effect.hint}" if effect.hint else refusal)
-        _write(path, f"# {' '.join(refusal.splitlines())}\n{written}")
+        _write_project_file(path, f"# {' '.join(refusal.splitlines())}\n{written}")
         sys.exit(1)
     click.echo("\n".join(effect))
-    _write(path, written, "; next: hpc-ddp render, hpc-ddp submit")
+    _write_project_file(path, written, "; next: hpc-ddp render, hpc-ddp submit")
 
 
-def _read(path: Path) -> str:
+def _read_job_script(path: Path) -> str:
     """Return the text of a job script, in UTF-8 or Latin-1; lines that end as on DOS, which sbatch
     refuses, are noted on stderr. Raise UsageError for a file that can't be read, is no text, or has
     neither ``#!`` at its beginning nor ``#SBATCH``."""
     try:
         content, reason = path.read_bytes(), "it is no text"
     except OSError as error:
-        content, reason = b"\0", str(error.strerror)
+        content, reason = b"\0", str(error.strerror)  # refused below, as what is no text
     if b"\0" in content:
         raise UsageError(
             f"job script {str(path)!r} can't be read: {reason}", hint=f"ls {path.parent}"
@@ -95,26 +95,29 @@ def _read(path: Path) -> str:
     return text
 
 
-def _check(
+def _drop_refused(
     conversion: Conversion, path: Path, cwd: Path, home: Path
 ) -> tuple[Conversion, list[str] | UsageError]:
-    """Return a conversion without the settings that hpc-ddp refuses, and what `_render` returns for
-    its job; or, in place of that, the UsageError that stays whichever further setting is left out.
+    """Return a conversion without the settings that hpc-ddp refuses, and what `_try_render` returns
+    for its job; or, in place of that, the UsageError that stays whichever further setting is left
+    out.
 
-    Lines of refused settings are marked LOST, in `conversion` too; ``script`` is never left out.
-    Nothing is written. The other arguments are those of `_render`, whose OSError is raised.
+    One setting after the other is left out, as long as the message changes by it; ``script`` stays
+    in any case. Lines of refused settings are marked LOST, in `conversion` too. Nothing is written.
+    The other arguments are those of `_try_render`, whose OSError is raised.
     """
 
     def effect_of(trial: Conversion) -> list[str] | UsageError:
-        """Return what `_render` returns, or the UsageError that it raises."""
+        """Return what `_try_render` returns, or the UsageError that it raises."""
         try:
-            return _render(trial, path, cwd, home)
+            return _try_render(trial, path, cwd, home)
         except UsageError as error:
             return error
 
     effect = effect_of(conversion)
     while isinstance(effect, UsageError):
         for trial, name, line in conversion.without_one():
+            # Another message or none: this setting was at fault.
             later = effect if name == "script" else effect_of(trial)
             if not isinstance(later, UsageError) or later.message != effect.message:
                 trial.mark(line, line, LOST, f"{name}: {effect.message}")
@@ -125,7 +128,7 @@ def _check(
     return conversion, effect
 
 
-def _render(conversion: Conversion, path: Path, cwd: Path, home: Path) -> list[str]:
+def _try_render(conversion: Conversion, path: Path, cwd: Path, home: Path) -> list[str]:
     """Render the job that a conversion describes, as ``hpc-ddp render`` does but without a folder,
     and return sentences about it.
 
@@ -156,13 +159,13 @@ def _render(conversion: Conversion, path: Path, cwd: Path, home: Path) -> list[s
     return [*effect, *(f"warning: {warning}" for warning in plan.warnings())]
 
 
-def _write(path: Path, text: str, next_step: str = "") -> None:
-    """Write a project file that only its owner can change, and print that to stderr, with
-    `next_step` behind it.
+def _write_project_file(path: Path, text: str, next_step: str = "") -> None:
+    """Write a project file that only its owner can change, and print to stderr that it is written,
+    with `next_step` behind it.
 
     An existing file stays. If it differs, the difference is printed, and the command ends with exit
-    code 1. Raise UsageError where the file can't be written, or is a link to nothing, and OSError
-    where it can't be read.
+    code 1 (SystemExit). Raise UsageError where the file can't be written, or is a link to nothing,
+    and OSError where it can't be read.
     """
     if os.path.lexists(path):  # a link to a file that is not there is another user's trap
         try:

@@ -1,4 +1,4 @@
-"""Before a job, and its start: submit, sweep, render, dry-run, drill, preflight, rerun.
+"""Commands before and at the start of a job: submit, sweep, render, dry-run, drill and others.
 
 Its commands let HpcDdpError and OSError through: `main.Group` prints them and sets the exit code.
 """
@@ -45,14 +45,14 @@ from hpc_ddp.submission.settings.runs_dir import runs_root
 from hpc_ddp.submission.settings.user import home_folder
 
 
-class Forward:
-    """Passes Ctrl-C and SIGTERM on to the process of a run, as a notice."""
+class SignalForwarder:
+    """Passes Ctrl-C and SIGTERM on to the process of a run, as a notice (SIGTERM)."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None  # once `wait` has it
-        self._has_come = False  # one of the signals
+        self._has_come = False  # True once one of the signals has
 
-    def install(self) -> Forward:
+    def install(self) -> SignalForwarder:
         """Handle both signals from now on, so that they no longer end this process, and return this
         object. A signal that comes before `wait` is passed on by `wait`."""
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -77,7 +77,6 @@ class Forward:
 
 PASS_ON = {"allow_interspersed_args": False}  # what stands behind SCRIPT is the script's
 
-
 _fresh = click.option(
     "--fresh", is_flag=True, help="With --run: begin at step 0; the old checkpoints are kept."
 )
@@ -91,7 +90,7 @@ _force = click.option(
 )
 
 
-def _prepare(
+def _write_run(
     options: dict[str, Any],
     fresh: bool = False,
     force: bool = False,
@@ -102,8 +101,8 @@ def _prepare(
 
     `forced` settings, by key, win over `options`. With `fresh` the run is to begin at step 0; with
     `force` its jobs that can't be asked for count as over; with `new_code` its code is copied anew.
-    An existing run is claimed: no other process can start it before `_begin` has, or this one ends.
-    ``run_text`` is removed from `options`; prints as `_plan`.
+    An existing run is claimed: no other process can start it before `_start_run` has, or this one
+    ends. ``run_text`` is removed from `options`. It prints to stderr as `_make_plan` does.
 
     Raises
     ------
@@ -112,19 +111,19 @@ def _prepare(
     OSError
         the run's folder, or the script, can't be read
     """
-    for name, is_said in (("--fresh", fresh), ("--new-code", new_code), ("--force", force)):
-        if is_said and options["run_text"] is None:
+    for name, is_set in (("--fresh", fresh), ("--new-code", new_code), ("--force", force)):
+        if is_set and options["run_text"] is None:
             raise UsageError(
                 f"{name} needs --run RUN: a new run has no checkpoints, code or jobs of its own",
                 hint=f"hpc-ddp submit --run RUN {name}",
             )
-    plan, _ = _plan(options, new_code, **forced)
+    plan, _ = _make_plan(options, new_code, **forced)
     return replace(plan, is_forced=force, is_fresh=fresh).write()
 
 
-def _begin(prepared: PreparedRun, fresh: bool) -> backends.StartedRun:
+def _start_run(prepared: PreparedRun, fresh: bool) -> backends.StartedRun:
     """Start a run, and return the job or process. With `fresh` its checkpoints are set aside
-    before, so that it begins at step 0, and stderr says where they are kept.
+    before, so that the run begins at step 0, and a line on stderr tells where they are kept.
 
     Raises
     ------
@@ -145,8 +144,8 @@ def _begin(prepared: PreparedRun, fresh: bool) -> backends.StartedRun:
 
 
 def _note_misplaced(script: str | None, args: Sequence[str]) -> None:
-    """Note on stderr each option of the running command among the `args` behind `script`: it goes
-    to the script."""
+    """Note on stderr each option of the running command that stands among the `args` behind
+    `script`, and so goes to the script."""
     names = {n for p in click.get_current_context().command.params for n in p.opts if n[:2] == "--"}
     for word in args:
         name = word.partition("=")[0]
@@ -154,16 +153,17 @@ def _note_misplaced(script: str | None, args: Sequence[str]) -> None:
             say(f"note: {name} stands behind {script}, so it goes to the script")
 
 
-def _plan(
+def _make_plan(
     options: dict[str, Any], new_code: bool = False, **forced: Any
 ) -> tuple[Plan, config.Settings]:
     """Return the plan of a job, of a new run or of ``--run``, and its merged settings; the run is
     not written.
 
-    ``run_text`` is removed from `options`; `new_code` and `forced` are as in `_prepare`. Prints to
-    stderr which project file and site count, changed files of the code, and warnings. Raise
-    UsageError for a refused setting, and where ``--run`` means no run, or one that can't go on; and
-    OSError where its folder, or the script, can't be read.
+    ``run_text`` is removed from `options`; `new_code` and `forced` are as in `_write_run`. It
+    prints to stderr which project file and site count, misplaced options, kept arguments, changed
+    files of the code, and warnings. Raise UsageError for a refused setting, and where ``--run``
+    means no run, or one that can't go on; and OSError where its folder, or the script, can't be
+    read.
     """
     _note_misplaced(options.get("script"), options.get("args", ()))
     run_text = options.pop("run_text")
@@ -187,8 +187,8 @@ def _plan(
 
 
 def _note_changes(plan: Plan) -> None:
-    """Note on stderr which Python files changed since a run copied its code, if the run keeps that
-    copy."""
+    """Note on stderr the first Python files that changed since a run copied its code, if it keeps
+    the copy."""
     if plan.copies_code or not plan.code.is_relative_to(plan.run.whole):
         return
     inside = plan.script.relative_to(plan.code)
@@ -207,21 +207,21 @@ def _note_changes(plan: Plan) -> None:
 @job_options
 def submit(as_json: bool, fresh: bool, new_code: bool, force: bool, **options: Any) -> None:
     """Submit SCRIPT with ARGS to Slurm; prints the job id."""
-    _start(_prepare(options, fresh, force, new_code), as_json, fresh)
+    _start_and_report(_write_run(options, fresh, force, new_code), as_json, fresh)
 
 
-def _start(prepared: PreparedRun, as_json: bool, fresh: bool = False) -> None:
-    """Start a run and print its job id, or with `as_json` an object with ``job_id`` and ``run``.
+def _start_and_report(prepared: PreparedRun, as_json: bool, fresh: bool = False) -> None:
+    """Start a run, and print its job id, or with `as_json` an object with ``job_id`` and ``run``.
 
     A process in the foreground is waited for, and Ctrl-C and SIGTERM are passed on to it as a
-    notice. The command ends with the process's exit code; with `as_json` it prints an object with
-    ``exit_code`` and ``run``. The trials of a sweep on this machine are listed on stderr. `fresh`
-    and the errors are those of `_begin`.
+    notice. The command ends with the process's exit code (SystemExit); with `as_json` it prints an
+    object with ``exit_code`` and ``run``. The trials of a sweep on this machine are listed on
+    stderr. `fresh` and the errors are those of `_start_run`.
     """
-    path, forward = str(prepared.run.path), Forward()
+    path, forward = str(prepared.run.path), SignalForwarder()
     if prepared.spec.backend in ("local", "salloc"):
         forward.install()
-    started = _begin(prepared, fresh)
+    started = _start_run(prepared, fresh)
     say(f"run: {path}")
     if started.process is None:
         job_id = started.job.id if started.job else None
@@ -258,7 +258,7 @@ def sweep(as_json: bool, sets: Sequence[str], max_parallel: int | None, **option
             "a sweep is an array of its own, and a new one",
             hint="--max-parallel 4; to go on with a sweep: hpc-ddp submit --run SWEEP",
         )
-    _start(_prepare(options, **launch_sweep.parse_sets(sets, max_parallel)), as_json)
+    _start_and_report(_write_run(options, **launch_sweep.parse_sets(sets, max_parallel)), as_json)
 
 
 @click.command(cls=Grouped, context_settings=PASS_ON)
@@ -271,10 +271,10 @@ def render(as_json: bool, explain: bool, **options: Any) -> None:
     printed in place of the script, and nothing is left behind.
     """
     if explain:
-        rows = origin.origins(*_plan(options))
+        rows = origin.origins(*_make_plan(options))
         click.echo(json.dumps([row.to_dict() for row in rows]) if as_json else origin.table(rows))
         return
-    prepared = _prepare(options)
+    prepared = _write_run(options)
     text = backends.render(prepared)
     if prepared.is_new:
         remove_note(prepared.run)
@@ -297,7 +297,7 @@ def dry_run(as_json: bool, fresh: bool, new_code: bool, force: bool, **options: 
 
     Exit code 75 means that it was stopped and can go on with --run.
     """
-    _start(_prepare(options, fresh, force, new_code, backend="local"), as_json, fresh)
+    _start_and_report(_write_run(options, fresh, force, new_code, backend="local"), as_json, fresh)
 
 
 @click.command(cls=Grouped, context_settings=PASS_ON)
@@ -344,7 +344,7 @@ def preflight(as_json: bool, train: bool, **options: Any) -> None:
     if settings.recognised:
         say(f"site: {settings.recognised}")
     if train:
-        _first_contact(settings, as_json)
+        _train_and_exit(settings, as_json)
     event = launch_preflight.examine(settings, Path.cwd(), runs_root(settings))
     if as_json:
         click.echo(json.dumps(event.to_line()))
@@ -353,20 +353,20 @@ def preflight(as_json: bool, train: bool, **options: Any) -> None:
     sys.exit(not event.ok)
 
 
-def _first_contact(settings: config.Settings, as_json: bool) -> NoReturn:
-    """Train with each feature once, print the table, and end the command: exit code 1 where a
-    feature does not work. The training gets Ctrl-C and SIGTERM as a notice.
+def _train_and_exit(settings: config.Settings, as_json: bool) -> NoReturn:
+    """Train with each feature once, print the table, and end the command (SystemExit), with exit
+    code 1 if a feature fails or was not tried. Ctrl-C and SIGTERM give the training a notice.
 
     Raise UsageError for a refused setting, HpcDdpError where the training can't be started or tried
     no feature, and OSError where a file can't be written or read.
     """
     prepared = launch_preflight.first_contact(settings, Path.cwd(), runs_root(settings))
     say(f"run: {prepared.run.path}; this takes a minute or two")
-    forward = Forward().install()
+    forward = SignalForwarder().install()
     code = forward.wait(backends.start(prepared, subprocess.DEVNULL))
     table = launch_preflight.table_of(prepared)
     click.echo(json.dumps({"table": table, "run": str(prepared.run.path)}) if as_json else table)
-    sys.exit(bool(code) or "| no |" in table or "| not tried |" in table)
+    sys.exit(bool(code) or "| no |" in table or "| not tried |" in table)  # cells of a feature
 
 
 @click.command(cls=Grouped)
@@ -397,4 +397,4 @@ def rerun(as_json: bool, run: str, sets: Sequence[str], same_code: bool, **optio
     old = find_run(root, run, own_cluster)
     plan = plan_rerun(old, changes, layer, settings, cwd, root, same_code)
     warn(plan.warnings())
-    _start(plan.write(), as_json)
+    _start_and_report(plan.write(), as_json)

@@ -32,12 +32,12 @@ COMMANDS = {
 }
 
 # Python looks for garbage after so many new objects. A journal's events are a million, none of them
-# garbage, and looking through them again and again takes a quarter of the time to read them.
+# garbage, and a look through them again and again takes a quarter of the time to read them.
 COLLECT_EVERY_OBJECTS = 200_000
 
 
 class Group(click.Group):
-    """Shows our errors as one line and a hint, never as a traceback."""
+    """Prints hpc-ddp's errors as one line and a hint, never as a traceback."""
 
     def main(self, *args: Any, **options: Any) -> Any:
         """Run the command line; a character that the locale has not is printed as ``?``."""
@@ -52,24 +52,24 @@ class Group(click.Group):
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
         """Import and return a command. Raise click's UsageError for an unknown name, with the
         nearest one. While a shell asks for completions, the command is changed to give them
-        (`teach`)."""
+        (`teach_completion`)."""
         if name not in COMMANDS:
             ctx.fail(f"no command {name!r}{closest(name, COMMANDS)}; `hpc-ddp --help` lists them")
         module = importlib.import_module(f"hpc_ddp.cli.{COMMANDS[name]}")
-        attribute = name.replace("-", "_") + "_" * keyword.iskeyword(name)
+        attribute = name.replace("-", "_") + "_" * keyword.iskeyword(name)  # as import_
         command: click.Command = getattr(module, attribute)
         if "_HPC_DDP_COMPLETE" in os.environ:  # a shell asks what the Tab key is to offer
-            from hpc_ddp.cli.completing import teach
+            from hpc_ddp.cli.completing import teach_completion
 
-            teach(command)
+            teach_completion(command)
         return command
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run a command and return its result. An HpcDdpError or OSError is printed to stderr, and
         ends the process with the error's exit code, 1 for an OSError.
 
-        A broken pipe and click's own UsageError are raised; for an unknown option before SCRIPT its
-        message adds where a script's options go.
+        A broken pipe and click's own UsageError are raised. The UsageError for an unknown option
+        before SCRIPT gets a sentence more: where a script's options go.
         """
         try:
             return super().invoke(ctx)

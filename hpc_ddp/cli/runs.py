@@ -14,7 +14,7 @@ from pathlib import Path
 
 import click
 
-from hpc_ddp.cli.common import folder_option, json_option, say, unwritten
+from hpc_ddp.cli.common import folder_option, json_option, output_error, say
 from hpc_ddp.core import checkpoints
 from hpc_ddp.core.errors import HpcDdpError, UsageError
 from hpc_ddp.core.file_io import write_whole
@@ -111,9 +111,9 @@ def verify(run: str, runs_dir: str | None, as_json: bool) -> None:
     Exit code 1 where one is damaged. A resume skips those, to the newest good one.
     """
     run_folder = run_of(run, runs_dir)
-    rows = checkpoints.health(run_folder.checkpoints)
+    rows = checkpoints.verify_all(run_folder.checkpoints)
     for task in run_folder.tasks():
-        of_task = checkpoints.health(task.checkpoints)
+        of_task = checkpoints.verify_all(task.checkpoints)
         rows += [replace(row, name=f"{task.path.name}/{row.name}") for row in of_task]
     if as_json:
         click.echo(json.dumps([asdict(row) for row in rows]))
@@ -172,5 +172,5 @@ def report(run: str, output: Path | None, runs_dir: str | None) -> None:
     try:
         write_whole(path, html)
     except OSError as error:
-        raise unwritten(path, error) from None
+        raise output_error(path, error) from None
     click.echo(path)

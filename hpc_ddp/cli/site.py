@@ -1,4 +1,4 @@
-"""Settings files: detect, list, show those of sites; trust those of others.
+"""Commands for settings files: detect, list and show those of sites, trust those of other users.
 
 Its commands let HpcDdpError and OSError through: `main.Group` prints them and sets the exit code.
 """
@@ -59,7 +59,7 @@ def list_() -> None:
     `*` marks those in use.
     """
     home = home_folder()
-    in_use = sites.files(_chosen(home), home, operators.site_file(os.environ))
+    in_use = sites.files(_site_in_use(home), home, operators.site_file(os.environ))
     for path in sites.all_files(home):
         click.echo(f"{'*' if path in in_use else ' '} {path.stem:16} {sites.title(path) or path}")
 
@@ -69,14 +69,14 @@ def list_() -> None:
 def show(name: str | None) -> None:
     """Print the files of site NAME (default: the site in use); the first has precedence."""
     home = home_folder()
-    for path in sites.files(name or _chosen(home), home, operators.site_file(os.environ)):
+    for path in sites.files(name or _site_in_use(home), home, operators.site_file(os.environ)):
         click.echo(f"# --- {path}\n{path.read_text()}")
 
 
-def _chosen(home: Path) -> str | None:
+def _site_in_use(home: Path) -> str | None:
     """Return the name of the site of jobs that are submitted from this folder: the project file's,
-    or the one that the environment shows; None without either. Raise UsageError for settings that
-    can't be used."""
+    else the site that the environment shows; None without either. Raise UsageError for settings
+    that can't be used."""
     recognised = sites.recognised(home, os.environ)
     named: str | None = config.load({}, Path.cwd(), home).get("site")
     return named or (recognised[0] if recognised else None)

@@ -1,4 +1,4 @@
-"""The accelerators of a node: as its variables and device files show them, and as torch does."""
+"""Finds the accelerators of a node, by their variables and device files, and by torch."""
 
 from __future__ import annotations
 
@@ -75,11 +75,11 @@ VENDORS = {
 }
 
 
-def visible(vendor: Vendor, environ: Mapping[str, str]) -> dict[str, int]:
+def listed_devices(vendor: Vendor, environ: Mapping[str, str]) -> dict[str, int]:
     """Return how many devices each of a vendor's variables in `environ` lists, by the variable's
     name; {} where none lists any. A variable that hides all devices counts 0.
 
-    A variable is left out where it is not set or hides nothing. So is a ONEAPI_DEVICE_SELECTOR that
+    A variable is left out where it is not set or hides nothing, and a ONEAPI_DEVICE_SELECTOR that
     is no list of numbers behind a kind of device.
     """
     counts = {}
@@ -87,13 +87,13 @@ def visible(vendor: Vendor, environ: Mapping[str, str]) -> dict[str, int]:
         text = environ.get(name)
         if name == "ONEAPI_DEVICE_SELECTOR" and text is not None:
             kind, _, text = text.partition(":")
-            # Else a kind of device, as "level_zero:gpu", or what is left out, as "!level_zero:0".
+            # No list: a kind of device, as "level_zero:gpu", or a device to omit, "!level_zero:0".
             if kind.startswith("!") or not text.replace(",", "").isdigit():
                 continue
         if text is None or (not text and name in EMPTY_HIDES_NOTHING):
             continue
         entries = [entry.strip() for entry in text.split(",") if entry.strip()]
-        ends = [index for index, entry in enumerate(entries) if entry in HIDES_ALL]
+        ends = [index for index, entry in enumerate(entries) if entry in HIDES_ALL]  # of the list
         counts[name] = min([len(entries), *ends])
     return counts
 
@@ -105,21 +105,24 @@ def device_files(root: Path = Path("/")) -> dict[str, int]:
     return {name: len(files) for name, files in paths.items() if files}
 
 
-def expected(environ: Mapping[str, str], root: Path = Path("/")) -> dict[str, int]:
-    """Return how many device files this process may open of each vendor whose devices torch should
-    see here, by the vendor's name; vendors with no such file are left out.
+def expected_devices(environ: Mapping[str, str], root: Path = Path("/")) -> dict[str, int]:
+    """Return how many devices torch should see here, by the vendor's name: of each vendor the
+    number of device files that this process may open. Vendors with no such file are left out.
+    `root` is the top of the file system, another folder in tests.
 
-    A vendor is also left out where a variable of `environ` hides its devices; and, in a Slurm job
-    or where a processor with graphics may have such files (`Vendor.pci`), where no variable lists
-    devices: a job without GPUs may be on a node that has some. Slurm keeps a job from the devices
-    of others by the rights of their files. No file is opened, since that would start a driver.
+    A vendor is also left out where a variable of `environ` hides its devices; and where no variable
+    lists devices, in a Slurm job or if a processor with graphics may have such files
+    (`Vendor.pci`): a job without GPUs may be on a node that has some. Slurm keeps a job from the
+    devices of others by the permissions of their files. No file is opened, since that would start a
+    driver.
     """
     counts = {}
     for name, vendor in VENDORS.items():
-        listed = visible(vendor, environ)
+        listed = listed_devices(vendor, environ)
         is_hidden = 0 in listed.values() or any(
             environ.get(variable) == value for variable, value in vendor.hidden.items()
         )
+        # Without a list the files may be of a processor's graphics, or not the job's.
         needs_list = bool(vendor.pci) or "SLURM_JOB_ID" in environ
         if is_hidden or (needs_list and not listed):
             continue
@@ -147,22 +150,22 @@ def _pci_vendor(device: Path) -> str:
         return ""
 
 
-def carries(torch: Any, backend: str, device_type: str) -> bool:
-    """Return whether a backend, as ``nccl``, sends tensors of a type of device, as ``cuda``; True
-    for a backend that torch does not know. `torch` is the module."""
+def backend_carries(torch: Any, backend: str, device_type: str) -> bool:
+    """Return whether a backend of torch.distributed, as ``nccl``, sends tensors of a type of
+    device, as ``cuda``; True for a backend that torch does not know. `torch` is the module."""
     return device_type in torch.distributed.Backend.backend_capability.get(backend, [device_type])
 
 
-def usable(torch: Any) -> Any:
+def usable_accelerator(torch: Any) -> Any:
     """Return torch's accelerator here, a `torch.device`; None where there is none, and for one
-    whose tensors no backend of torch can send, such as Apple's.
+    whose tensors no backend of torch.distributed can send, such as Apple's.
 
     `torch` is the module, passed since processes without torch import this file, too.
     """
     device = torch.accelerator.current_accelerator(check_available=True)
     backends = torch.distributed.Backend.default_device_backend_map
     backend = backends.get(device.type) if device else None
-    return device if backend and carries(torch, backend, device.type) else None
+    return device if backend and backend_carries(torch, backend, device.type) else None
 
 
 def hiding_env() -> dict[str, str]:

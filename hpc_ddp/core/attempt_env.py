@@ -23,9 +23,9 @@ NAMES = {"min_nodes": "HPC_DDP_LEAST_NODES", "notice_signal": "HPC_DDP_SIGNAL"}
 INTERACTIVE = "HPC_DDP_INTERACTIVE"
 # With ``--stage``, of a worker: the file on its node that lists the files that Python opens, and
 # the line in it by which rank 0 says that the first step is done.
+OPENED_FILES, FIRST_STEP = "HPC_DDP_OPENED_FILES", "first step"
 # The tree from which Python has started, and the end of the folder in PYTHONPATH whose code has
 # Python list the files.
-OPENED_FILES, FIRST_STEP = "HPC_DDP_OPENED_FILES", "first step"
 NEAR, HOOK = "HPC_DDP_NEAR", "/hpc_ddp/node/workers/staging/hook"
 
 
@@ -154,17 +154,19 @@ class AttemptEnv:
         return self.attempt_folder.node_names
 
     def to_env(self) -> dict[str, str]:
-        """Return the variables, by name, with the fields' values: '' for None, times in whole
-        seconds. The variables that the batch script itself sets (`_OF_THE_SCRIPT`) are left out."""
+        """Return the fields' values by the names of their variables: '' for None, times in whole
+        seconds. The fields whose variables the batch script sets (`_OF_THE_SCRIPT`) are left
+        out."""
         names = (item.name for item in fields(self) if item.name not in _OF_THE_SCRIPT)
-        return {variable(name): _text(getattr(self, name)) for name in names}
+        return {variable(name): _text_of_field(getattr(self, name)) for name in names}
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> AttemptEnv:
-        """Return the values of the variables in `environ`; one that is missing or empty leaves the
-        field's default. Raise ValueError where the variable of a number holds something else."""
+        """Return the values of the variables in `environ`; a variable that is missing or empty
+        leaves the field's default. Raise ValueError where the variable of a number holds something
+        else."""
         texts = {item.name: environ.get(variable(item.name)) for item in fields(cls)}
-        return cls(**{name: _value(name, text) for name, text in texts.items() if text})
+        return cls(**{name: _parse_field(name, text) for name, text in texts.items() if text})
 
 
 def variable(name: str) -> str:
@@ -172,14 +174,14 @@ def variable(name: str) -> str:
     return NAMES.get(name, f"HPC_DDP_{name.upper()}")
 
 
-def _text(value: Any) -> str:
-    """Return a field's value as text: a float in whole units, None as ''."""
+def _text_of_field(value: Any) -> str:
+    """Return a field's value as text: a float rounded to a whole number, None as ''."""
     if isinstance(value, float):
         return f"{value:.0f}"
     return "" if value is None else str(value)
 
 
-def _value(name: str, text: str) -> Any:
+def _parse_field(name: str, text: str) -> Any:
     """Return the value of the field `name` from the text of its variable. Raise ValueError where
     the field is a number and the text is not."""
     if name in ("end_time", "warn_s"):
@@ -207,22 +209,23 @@ def clean_env(environ: Mapping[str, str]) -> dict[str, str]:
     srun's settings of the user's profile (``SLURM_*``) are left out, too; and, on a node of a run,
     the variables that the node's supervisor has set: the network interface, and those of the
     trackers. The variables in `_KEPT` stay. In a process that runs from a copy of ``--stage``,
-    paths in the copy become those of the installed environment, and paths of the node's folder are
-    left out.
+    paths in the copy become those of the installed environment, and paths in the node's folder of
+    the copy are left out.
     """
     environ = _without_stage(environ)
     of_a_node = _OF_A_NODE if "HPC_DDP_NODE_FOLDER" in environ else ()
-    of_run = environ.get("HPC_DDP_TRACKERS", "").split()
+    of_trackers = environ.get("HPC_DDP_TRACKERS", "").split()  # names, see `trackers.SET_HERE`
     return {
         name: value
         for name, value in environ.items()
-        if name in _KEPT or not (_INHERITED.match(name) or name in (*of_a_node, *of_run))
+        if name in _KEPT or not (_INHERITED.match(name) or name in (*of_a_node, *of_trackers))
     }
 
 
 def allocation_env(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a shell inside an allocation without what describes the step that
-    the shell may run in; the number of nodes is the allocation's."""
+    """Return `environ`, that of a shell inside an allocation, without the variables of the step
+    that the shell may run in. SLURM_NNODES becomes the allocation's number of nodes, where that is
+    known."""
     env = {name: text for name, text in environ.items() if not _OF_A_STEP.match(name)}
     nodes = environ.get("SLURM_JOB_NUM_NODES")
     return env | ({"SLURM_NNODES": nodes} if nodes else {})
@@ -237,6 +240,7 @@ def _without_stage(environ: Mapping[str, str]) -> Mapping[str, str]:
         return environ
     before = {}
     for name, text in environ.items():
+        # NEAR before a path makes it one in the copy; the folder's own paths are `stage.sh`'s.
         parts = [part.removeprefix(near) for part in text.split(":")]
         parts = [part for part in parts if not (part.startswith(folder) or part.endswith(HOOK))]
         if parts:
@@ -246,19 +250,19 @@ def _without_stage(environ: Mapping[str, str]) -> Mapping[str, str]:
 
 def installed_python() -> str:
     """Return the path of this process's Python in the installed environment. With ``--stage`` the
-    process may run from a copy, which other nodes do not have, nor this node at a later time."""
+    process may run from a copy, which other nodes do not have, nor this node later."""
     return sys.executable.removeprefix(os.environ.get(NEAR, ""))
 
 
 def submit_env(environ: Mapping[str, str], options: Mapping[str, str]) -> dict[str, str]:
     """Return the environment for the sbatch of a script whose `options` are values by long names:
-    that of `clean_env`, without SBATCH variables that would overrule the job.
+    that of `clean_env`, without the SBATCH variables that would overrule the job.
 
     sbatch prefers SBATCH_PARTITION, say, to the script's ``#SBATCH --partition``. So a variable is
     left out where the job has its option or one that excludes it, as ``mem-per-cpu`` does ``mem``,
-    and where no job of hpc-ddp may have its option (`_NEVER`). Each is reported on stderr, unless
-    the job's option has the same value. The other SBATCH variables stay: a site's or user's profile
-    may set them.
+    and where no job of hpc-ddp may have its option (`_NEVER`). Each variable that is left out is
+    reported on stderr, unless the job's option has the same value. The other SBATCH variables stay:
+    a site's or user's profile may set them.
     """
     env = clean_env(environ)
     for name, option in _variables_of_sbatch(env).items():
@@ -279,11 +283,11 @@ def options_of_variables(
     environ: Mapping[str, str], options: Mapping[str, str]
 ) -> list[tuple[str, str]]:
     """Return those of sbatch's variables in `environ` that decide where a job with these `options`
-    runs, as (long option, value) pairs. Written into the job's script they count for each job of a
-    chain, even where the first one passes on no variables.
+    runs, as (long option, value) pairs, in the order of `environ`. Written into the job's script
+    they count for each job of a chain, even where the first job passes on no variables.
 
     A variable is left out where the job has its option or one that excludes it, and where its value
-    can't be printed or, but for ``exclusive``, is empty.
+    can't be printed. So is an empty one, but for ``exclusive``.
     """
     return [
         (option, environ[name])
@@ -298,26 +302,29 @@ def _variables_of_sbatch(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the long options that sbatch's variables in `environ` stand for, by the variables'
     names."""
     names = [name for name in environ if name.startswith("SBATCH_")]
-    options = {name: name[7:].lower().replace("_", "-") for name in names}
+    options = {n: n.removeprefix("SBATCH_").lower().replace("_", "-") for n in names}
     return {name: _OPTIONS.get(option, option) for name, option in options.items()}
 
 
 def _rivals(option: str, options: Mapping[str, str]) -> list[str]:
     """Return the names in a job's `options` that are `option` or exclude it, sorted."""
-    return sorted(next((f for f in _FAMILIES if option in f), {option}) & options.keys())
+    family = next((names for names in _FAMILIES if option in names), {option})
+    return sorted(family & options.keys())
 
 
 def asking_env(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment, made from `environ`, for a command of Slurm's that submits nothing.
 
-    With it Slurm prints times as `slurm_text.parse_job` reads them, and shows hidden partitions,
-    since squeue would else leave out the user's own jobs there. Other variables that set options of
-    such commands are left out: a profile's SQUEUE_PARTITION or SCANCEL_STATE would hide jobs that
-    are live, or keep them from being cancelled. SLURM_CLUSTERS is left out inside a job, and where
-    it names several clusters; then this machine's cluster is asked.
+    With it Slurm prints times as `slurm_text.parse_job` reads them, whole lists of waiting tasks,
+    and hidden partitions, without which squeue would omit the user's own jobs there. Other
+    variables that set options of such commands are left out: a profile's SQUEUE_PARTITION or
+    SCANCEL_STATE would hide jobs that are live, or keep them from being cancelled. SLURM_CLUSTERS
+    is left out inside a job, and where it names several clusters; then this machine's cluster is
+    asked.
     """
     env = {name: value for name, value in environ.items() if not _OPTION_OF_ASKING.match(name)}
-    env |= {"SLURM_TIME_FORMAT": "standard", "SLURM_BITSTR_LEN": "0"}  # of all tasks that wait
+    # A length of 0 has no limit: the list of the tasks that wait is not cut.
+    env |= {"SLURM_TIME_FORMAT": "standard", "SLURM_BITSTR_LEN": "0"}
     env |= dict.fromkeys(("SQUEUE_ALL", "SINFO_ALL", "SCONTROL_ALL"), "1")
     if "SLURM_JOB_ID" in env or "," in env.get("SLURM_CLUSTERS", ""):  # scontrol takes one alone
         env.pop("SLURM_CLUSTERS", None)

@@ -1,4 +1,4 @@
-"""A run's checkpoints as a reader sees them: which there are, and whether they can be trusted.
+"""Reads a run's checkpoints: which there are, and whether they can be trusted.
 
 ::
 
@@ -45,9 +45,9 @@ CHUNK_BYTES = 4 << 20  # bytes; big enough that summing and writing run outside 
 # What opening a folder, a pipe, a device or a socket gives.
 _NO_FILE = (errno.ENOTDIR, errno.EISDIR, errno.EINVAL, errno.ENXIO)
 
-_STEP = re.compile(r"step-(\d+)(\.old-\d+)?")
+_STEP = re.compile(r"step-(\d+)(\.old-\d+)?")  # names of what may be good
 _ANY = re.compile(r"step-\d+(\.(old|bad|tmp)-[\w-]+)?")
-_SHOWN = re.compile(r"step-(\d+)(\.(old|bad)-[\d-]+)?")
+_SHOWN = re.compile(r"step-(\d+)(\.(old|bad)-[\d-]+)?")  # whole ones
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class FileFacts:
 
 
 def manifest_crc(value: dict[str, Any]) -> int:
-    """Return the CRC32 of a manifest that has no key ``crc32`` itself."""
+    """Return the CRC32 of a manifest, the JSON object `value`, without its key ``crc32``."""
     return zlib.crc32(json.dumps(value, sort_keys=True).encode())
 
 
@@ -98,7 +98,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 def _parts_of(facts: Mapping[str, Any]) -> list[FileFacts]:
     """Return size and CRC32 of each part of a file, in order, from `facts`, the file's entry in a
-    manifest; a file of one process is one part. Raise ValueError where they are damaged."""
+    manifest; a file that one process has written is one part. Raise ValueError where the entry is
+    damaged."""
     if "parts" not in facts:
         _check_entry(facts, "crc32", "int")
         return [FileFacts(facts["size"], facts["crc32"])]
@@ -127,11 +128,8 @@ def _ignore(size: int) -> None:
 def verify(
     folder: Path, rank: int = 0, world_size: int = 1, count_bytes: Callable[[int], None] = _ignore
 ) -> str | None:
-    """Return why a checkpoint can't be trusted, None where every byte is as it was written.
-
-    An I/O error is such a reason, too. With a `rank` and a `world_size` above 1 only this rank's
-    share is looked at. For the parameters see `find_damage`.
-    """
+    """Return why a checkpoint can't be trusted, None where every byte is as it was written. An
+    error of the disk is such a reason, too. The other parameters are those of `find_damage`."""
     try:
         return find_damage(folder, rank, world_size, count_bytes)
     except OSError as error:
@@ -156,16 +154,17 @@ def find_damage(
     try:
         files = read_manifest(folder)["files"]
     except OSError as error:
-        return _missing(folder, folder / MANIFEST, error)
+        return _describe_missing(folder, folder / MANIFEST, error)
     except ValueError as error:
         return f"{MANIFEST} can't be read: {error}"
-    for name, offset, part in list(_all_parts(files))[rank::world_size]:
+    for name, offset, part in list(_all_parts(files))[rank::world_size]:  # this rank's share
         path, size = folder / name, files[name]["size"]
         try:
+            # The last part is read to the file's end: more bytes than written are damage.
             limit = part.size if offset + part.size < size else None
             facts = facts_of(path, count_bytes, offset, limit)
         except OSError as error:
-            return _missing(folder, path, error)
+            return _describe_missing(folder, path, error)
         if facts.size != part.size:
             return f"{name} has {path.stat().st_size} bytes instead of {size}"
         if facts.crc32 != part.crc32:
@@ -174,37 +173,38 @@ def find_damage(
 
 
 def _all_parts(files: Mapping[str, Any]) -> Iterator[tuple[str, int, FileFacts]]:
-    """Yield, for each part of the files of a manifest, the file's name, the byte at which the part
-    begins, and the part's size and CRC32.
+    """Yield, for each part of the files in `files` of a manifest, the file's name, the byte at
+    which the part begins, and the part's size and CRC32.
 
-    Files come by name, with numbers in names as numbers: part n is that of rank n, which reads the
-    same part again at a restore.
+    Files come by name, with numbers in names as numbers: so part n is mostly that of rank n, which
+    reads the same part again at a restore.
     """
-    for name, facts in sorted(files.items(), key=lambda pair: _natural(pair[0])):
+    for name, facts in sorted(files.items(), key=lambda pair: _natural_key(pair[0])):
         offset = 0
         for part in _parts_of(facts):
             yield name, offset, part
             offset += part.size
 
 
-def _natural(name: str) -> list[tuple[str, int]]:
+def _natural_key(name: str) -> list[tuple[str, int]]:
     """Return a key by which ``rank-10`` comes after ``rank-9``: [("rank-", 10), ("", 0)]."""
     return [(text, int(digits or 0)) for text, digits in re.findall(r"(\D*)(\d*)", name)]
 
 
-def _missing(folder: Path, path: Path, error: OSError) -> str:
+def _describe_missing(folder: Path, path: Path, error: OSError) -> str:
     """Return what is wrong where a folder lacks the file `path`, or has something else in its
     place, such as a pipe or a link to nowhere. `error` is what reading the file has raised. Raise
-    OSError where `error` proves neither: a link of another user further up says nothing of the
-    file."""
+    OSError where `error` proves neither: a link of another user further up, say, says nothing of
+    the file."""
     name = path.relative_to(folder)
     is_link = path.is_symlink() or path.parent.is_symlink()
     if error.errno in _NO_FILE or (error.errno in (errno.ENOENT, errno.ELOOP) and is_link):
         return f"{name} is no file: {error.strerror}"
-    lost = path
-    while lost.parent != folder and not os.path.lexists(lost.parent):
-        lost = lost.parent
-    if isinstance(error, FileNotFoundError) and lost.name not in os.listdir(lost.parent):
+    absent = path  # or the highest of the folders in `folder` that is missing
+    while absent.parent != folder and not os.path.lexists(absent.parent):
+        absent = absent.parent
+    # By listing: a look-up of a name may be answered from an NFS cache.
+    if isinstance(error, FileNotFoundError) and absent.name not in os.listdir(absent.parent):
         return f"{name} is missing"
     reason = f"{name} can't be read: {error.strerror or error}"
     raise OSError(error.errno, reason) from error
@@ -223,6 +223,7 @@ def facts_of(
     chunk = memoryview(bytearray(CHUNK_BYTES))
     with open_data(path) as file:
         file.seek(offset)
+        # A slice ends with the buffer at the latest.
         while count := file.readinto(chunk[: CHUNK_BYTES if limit is None else limit - size]):
             size += count
             crc32 = zlib.crc32(chunk[:count], crc32)
@@ -231,11 +232,9 @@ def facts_of(
 
 
 def candidates(folder: Path) -> list[Path]:
-    """Return what may be a checkpoint by its name, newest first; at the same step `.old-` comes
-    second. Nothing is verified.
-
-    [] for a folder that does not exist; raise OSError where it can't be listed.
-    """
+    """Return the folders in a folder that may be checkpoints by their names, newest first; at the
+    same step `.old-` comes second. None is verified. [] for a folder that does not exist; raise
+    OSError where it can't be listed."""
     matches = filter(None, map(_STEP.fullmatch, list_names(folder)))
     ranked = [(int(match[1]), match[2] is None, folder / match[0]) for match in matches]
     return [path for *_, path in sorted(ranked, reverse=True)]
@@ -250,24 +249,27 @@ def published(folder: Path) -> list[Path]:
 def milestones(newest_first: Sequence[Path], every: int | None) -> set[Path]:
     """Return the oldest checkpoint of each stretch of `every` steps (0 to `every` - 1, and so on)
     among `newest_first`, which `published` has returned; an empty set where `every` is None."""
+    # Of paths with the same key the last one stays, which is the oldest.
     firsts = {step_of(path) // every: path for path in newest_first} if every else {}
     return set(firsts.values())
 
 
 def all_of(folder: Path) -> list[Path]:
-    """Return all checkpoints, by name, also those that are half-written, damaged or on their way
-    out; [] for a folder that does not exist. Raise OSError where it can't be listed."""
+    """Return the folders of all checkpoints, by name, also of those that are half-written, damaged
+    or on their way out; [] for a folder that does not exist. Raise OSError where it can't be
+    listed."""
     paths = (folder / name for name in list_names(folder) if _ANY.fullmatch(name))
     return sorted(path for path in paths if path.is_dir())
 
 
 def set_aside(run: RunFolder) -> Path | None:
-    """Move all checkpoints of an idle run aside, so that its next attempt begins at step 0.
+    """Move all checkpoints of an idle run into a new folder ``aside-<n>``, so that its next attempt
+    begins at step 0; return this folder, None if there were no checkpoints.
 
-    Returns the folder where they are, None if there were none. The journal notes it in both cases,
-    since without a note an attempt refuses to begin a run that has had checkpoints (see `lost`). A
-    disk that refuses the note is reported on stderr. Raise OSError where the disk refuses a move;
-    some checkpoints may have been moved by then, and nothing is noted.
+    The journal notes it in both cases, since without a note an attempt refuses to begin a run that
+    has had checkpoints (see `describe_lost`). A disk that refuses the note is reported on stderr.
+    Raise OSError where the disk refuses a move; some checkpoints may have been moved by then, and
+    nothing is noted.
     """
     folders, number = all_of(run.checkpoints), 0
     while (aside := run.checkpoints / f"aside-{number}").exists():
@@ -280,20 +282,21 @@ def set_aside(run: RunFolder) -> Path | None:
 
 
 def bring_back(run: RunFolder, aside: Path) -> None:
-    """Move the checkpoints back that `set_aside` has moved to the folder `aside`, and remove it.
+    """Move the checkpoints back that `set_aside` has moved to the folder `aside`, and remove this
+    folder. The note in the journal stays.
 
-    Raise OSError where the disk refuses a move, or `aside` holds something else; some may have been
-    moved by then.
+    Raise OSError where the disk refuses a move, or `aside` holds something else; some checkpoints
+    may have been moved by then.
     """
     for folder in all_of(aside):
         folder.rename(run.checkpoints / folder.name)
     aside.rmdir()
 
 
-def lost(run: RunFolder) -> list[str]:
-    """Return what is known of the checkpoints of a run that has no candidate any more, each as
-    ``name: problem``: the damaged ones that still lie there, or without any the last one that the
-    journal calls saved.
+def describe_lost(run: RunFolder) -> list[str]:
+    """Return descriptions, as ``name: problem``, of the checkpoints that a run has lost; the run
+    has no candidate any more. These are the damaged ones that are still there, or without any the
+    last one that the journal calls saved.
 
     [] for a run that never had a checkpoint, or has had none since `set_aside`. Raise OSError where
     the run's checkpoints can't be listed, or its journal can't be read.
@@ -309,10 +312,8 @@ def lost(run: RunFolder) -> list[str]:
 
 
 def fresh_command(run: RunFolder) -> str:
-    """Return the shell command that lets a run begin at step 0 again and keeps its checkpoints.
-
-    For a run that was started without hpc-ddp it moves the run's folder away.
-    """
+    """Return the shell command that lets a run begin at step 0 again and keeps its checkpoints. For
+    a run that was started without hpc-ddp it moves the run's folder away."""
     path = shlex.quote(str(run.path))
     array = RunFolder(run.whole)
     if not array.lib.exists():  # not started by hpc-ddp
@@ -329,9 +330,9 @@ def step_of(folder: Path) -> int:
 
 @dataclass(frozen=True)
 class Health:
-    """One checkpoint of a list. `bytes` and `world_size` are None where the manifest does not say
-    or can't be read, `age_s` is in seconds, `problem` is None for a good checkpoint, and `best`
-    marks the one with the best value so far."""
+    """The state of one checkpoint. `bytes` and `world_size` are None where the manifest does not
+    have them or can't be read, `age_s` is in seconds, `problem` is None for a good checkpoint, and
+    `best` marks the checkpoint with the best value so far."""
 
     name: str
     age_s: float
@@ -341,33 +342,33 @@ class Health:
     problem: str | None
 
 
-def health(folder: Path) -> list[Health]:
+def verify_all(folder: Path) -> list[Health]:
     """Verify all checkpoints in a run's folder of checkpoints; return a row for each, oldest first.
 
     A half-written one has no row. One that is damaged, or can't be read, has a `problem`. [] for a
-    folder that does not exist; raise OSError where it can't be listed. A bar on stderr shows the
-    progress.
+    folder that does not exist; raise OSError where it can't be listed. On a terminal a bar on
+    stderr shows the progress.
     """
     paths = [folder / name for name in list_names(folder) if _SHOWN.fullmatch(name)]
     paths.sort(key=lambda path: (step_of(path), path.name))
     with ProgressBar("reading the checkpoints", sum(map(_size, paths))) as progress:
-        rows = [_health(path, progress.add) for path in paths]
-    marked = [row.name for row in rows if row.best]
+        rows = [_verify_one(path, progress.add) for path in paths]
+    marked = [row.name for row in rows if row.best]  # each was the best when saved: the last one is
     return [replace(row, best=row.name == marked[-1]) if row.best else row for row in rows]
 
 
 def _size(folder: Path) -> int:
-    """Return the bytes of the files in a checkpoint; 0 where it can't be read, or was deleted
+    """Return the bytes of the files in a checkpoint; 0 where one can't be read, or was deleted
     meanwhile."""
     with suppress(OSError):  # deleted meanwhile
         return sum(path.stat().st_size for path in folder.rglob("*"))
     return 0
 
 
-def _health(path: Path, count_bytes: Callable[[int], None]) -> Health:
-    """Verify one checkpoint and return its row; `count_bytes` gets the number of bytes of each
-    chunk. The row of one that can't be read has a problem. Its `best` says that it was the best one
-    when saved."""
+def _verify_one(path: Path, count_bytes: Callable[[int], None]) -> Health:
+    """Verify one checkpoint and return its row; a checkpoint that can't be read has a problem.
+    `count_bytes` gets the number of bytes of each chunk. `best` of the row says that the checkpoint
+    was the best one when saved."""
     problem = verify(path, count_bytes=count_bytes)
     try:
         manifest = read_manifest(path)

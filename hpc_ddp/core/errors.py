@@ -54,22 +54,19 @@ class UsageError(HpcDdpError):
 
 
 class DiskError(HpcDdpError):
-    """A disk that was waited for does not answer; another attempt may find that it does."""
+    """A disk that was waited for does not answer; in another attempt it may."""
 
     exit_code = CAN_GO_ON
 
 
 class HpcDdpWarning(UserWarning):
-    """One sentence on a job that starts, but is probably not what was meant; `hpc_ddp.submit` warns
-    of what the command line prints behind ``warning:``."""
+    """One sentence on a job that starts, but is probably not what was meant. `hpc_ddp.submit` warns
+    by it in place of what the command line prints behind ``warning:``."""
 
 
 def closest(value: str, accepted: Iterable[str], alike: float = 0.6) -> str:
     """Return ``, did you mean 'x'?`` for the accepted word nearest to `value`; '' where none is
-    near.
-
-    `alike` is the least likeness, between 0 and 1 (difflib's ratio).
-    """
+    near. `alike` is the least likeness that counts as near, from 0 to 1 (difflib's ratio)."""
     import difflib  # on the error path only
 
     near = difflib.get_close_matches(value, list(accepted), n=1, cutoff=alike)

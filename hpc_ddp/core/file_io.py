@@ -44,11 +44,12 @@ _NOISE_LINE = re.compile(rf"^.*(?:{NOISE}).*\n?", re.M)
 
 
 def patiently(act: Callable[[], T]) -> T:
-    """Return what `act` returns; while `act` raises OSError, call it again each second.
+    """Call `act`, which takes no argument, and return what it returns; after an OSError call it
+    again, each second. For the few actions that an attempt's end hangs on.
 
-    For the few things that an attempt's end hangs on. An OSError is passed on once `PATIENCE_S` are
-    over since the first one, but never the first itself: so reading a large file, which may take
-    longer, is tried twice. Any other error is raised at once.
+    An OSError that comes more than `PATIENCE_S` after the first one is raised; the first one never
+    is: so reading a large file, which may take longer, is tried twice. Any other error is raised at
+    once.
     """
     give_up: float | None = None
     while True:
@@ -62,22 +63,16 @@ def patiently(act: Callable[[], T]) -> T:
 
 
 def is_link_of_another(status: os.stat_result) -> bool:
-    """Return whether the `status` of a path, from `lstat`, is that of a link which is neither this
+    """Return whether a path, whose `status` `lstat` has returned, is a link that is neither this
     user's nor root's."""
     return stat.S_ISLNK(status.st_mode) and status.st_uid not in (os.geteuid(), ROOT)
 
 
 def check_links(path: Path, most_links: int = MOST_LINKS) -> None:
-    """Refuse a path that leads through a link of another user, who could turn it to any file.
-
-    As Linux does with protected_symlinks, but in all folders, not only in those like /tmp.
-
-    Raises
-    ------
-    OSError
-        a component of the path, or of the target of a link in it, is such a link; the path does not
-        exist; or it leads through more than `most_links` links
-    """
+    """Raise OSError where a component of a path, or of the target of a link in it, is a link of
+    another user, who could turn it to any file; where the path does not exist; and where it leads
+    through more than `most_links` links. As Linux does with protected_symlinks, but in all folders,
+    not only in those like /tmp."""
     path = path.absolute()
     for part in (path, *path.parents):
         status = part.lstat()
@@ -112,7 +107,8 @@ def open_data(path: Path) -> BufferedReader:
 
 def read_text(path: Path, most_bytes: int = MOST_TEXT_BYTES) -> str:
     """Return the first `most_bytes` of a file as text; bytes that are no UTF-8 are replaced. Raise
-    OSError where it can't be read, is no regular file, or lies behind a link of another user."""
+    OSError where the file can't be read, is no regular file, or lies behind a link of another
+    user."""
     with open_data(path) as file:
         return file.read(most_bytes).decode(errors="replace")
 
@@ -133,13 +129,13 @@ def read_small_files(folder: Path, names: Sequence[str]) -> list[SmallFile | Non
     This takes a third of the time of `open_data`, since the folder's own path is followed once.
     """
     check_links(folder)
-    with _opened(folder) as directory:
+    with _open_folder(folder) as directory:
         return [_read_small(directory, name) for name in names]
 
 
 class SmallFolder(NamedTuple):
-    """A folder: its name, the sorted names of what is in it, and some files by their names, as
-    `read_small_files` returns them."""
+    """A folder: its name, the sorted names of its entries, and some of its files by their names, as
+    `read_small_files` returns them; None for a file that this function returns None for."""
 
     name: str
     entries: Sequence[str]
@@ -148,29 +144,30 @@ class SmallFolder(NamedTuple):
 
 def read_small_below(folder: Path, is_wanted: Callable[[str], bool]) -> Iterator[SmallFolder]:
     """Yield the folders in a folder, sorted by name, each with those of its files for whose names
-    `is_wanted` is true. One that can't be listed, or is a link, comes as empty.
+    `is_wanted` is true. A folder that can't be listed, or is a link, comes as empty.
 
     Threads read them: a job of a thousand nodes has a folder for each. Raise OSError where the
     outer folder can't be listed, or lies behind a link of another user.
     """
     check_links(folder)
-    with _opened(folder) as top, ThreadPoolExecutor(READER_THREADS) as pool:
+    with _open_folder(folder) as top, ThreadPoolExecutor(READER_THREADS) as pool:
 
         def read(name: str) -> SmallFolder:
-            with contextlib.suppress(OSError), _opened(name, top, os.O_NOFOLLOW) as below:
+            """Return the folder `name` of the outer one; after an error it is empty."""
+            with contextlib.suppress(OSError), _open_folder(name, top, os.O_NOFOLLOW) as below:
                 entries = sorted(os.listdir(below))
                 files = {entry: _read_small(below, entry) for entry in filter(is_wanted, entries)}
                 return SmallFolder(name, entries, files)
             return SmallFolder(name, (), {})
 
-        with os.scandir(folder) as entries:  # which says without a look at each what it is
+        with os.scandir(folder) as entries:  # it knows which are folders, without a look at each
             names = sorted(entry.name for entry in entries if entry.is_dir())
         yield from pool.map(read, names)
 
 
 def _read_small(directory: int, name: str) -> SmallFile | None:
-    """Return a file of the folder with the descriptor `directory`, or None, as `read_small_files`
-    does."""
+    """Return the file `name` of the folder with the descriptor `directory`; None for a file that
+    `read_small_files` returns None for."""
     try:
         file = os.open(name, _OPENING | os.O_NOFOLLOW, dir_fd=directory)
     except OSError:
@@ -189,7 +186,7 @@ def _read_small(directory: int, name: str) -> SmallFile | None:
 
 def parse_object(text: str | bytes) -> dict[str, Any]:
     """Return the object of a JSON text, which any user may have written. Raise ValueError where the
-    text is no JSON, no object, or nested too deeply."""
+    text is no JSON, is no object, or is nested too deeply."""
     try:
         value = json.loads(text)
     except RecursionError:
@@ -209,17 +206,18 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Write a JSON file so that a reader sees all of it or none, and that its owner alone can
-    write. Raise OSError where the disk refuses it: the old file then stays."""
+    """Write an object to a JSON file so that a reader sees all of it or none, and that only its
+    owner can write the file. Raise OSError where the disk refuses it, and TypeError for a value
+    that JSON does not have: the old file then stays."""
     write_whole(path, json.dumps(value, indent=1) + "\n", mode=0o644)
 
 
 def write_whole(path: Path, text: str | bytes, mode: int = 0o666) -> None:
-    """Write a file by a draft and a rename; a link that lies there is replaced, and not followed.
+    """Write a file by a draft and a rename; a link at `path` is replaced, and not followed.
 
     The draft has a random name and is new: others may write to the folder. The umask, or a default
-    ACL of the folder, takes from the `mode`, and adds nothing. Raise OSError where the disk refuses
-    it; the old file then stays.
+    ACL of the folder, takes permissions from the `mode`, and adds none. Raise OSError where the
+    disk refuses it; the old file then stays.
     """
     draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
@@ -235,10 +233,10 @@ def write_whole(path: Path, text: str | bytes, mode: int = 0o666) -> None:
 
 @contextlib.contextmanager
 def drafted_folder(target: Path) -> Iterator[Path]:
-    """Give a new folder to write into. At the end of the block it is renamed to `target`, so that a
-    copy that is cut off never has that name; after an error it is removed. So are, on entry, drafts
-    that earlier writers have left: there may be one writer at a time. Raise OSError where the disk
-    refuses."""
+    """Yield a new folder to write into. At the end of the block it is renamed to `target`, so that
+    a copy that is cut off never has that name; after an error it is removed. On entry the drafts
+    that earlier writers have left beside `target` are removed, too: there may be one writer at a
+    time. Raise OSError where the disk refuses."""
     for leftover in target.parent.glob(".draft-*"):
         shutil.rmtree(leftover, ignore_errors=True)
     draft = target.with_name(f".draft-{target.name}")
@@ -252,9 +250,9 @@ def drafted_folder(target: Path) -> Iterator[Path]:
 
 
 def list_names(folder: Path) -> list[str]:
-    """Return the names in a folder; [] where there is no such folder. Raise OSError where it can't
-    be listed: `Path.glob` would return nothing then (from Python 3.12 on), and hide what is
-    there."""
+    """Return the names in a folder, in no order; [] where there is no such folder. Raise OSError
+    where it can't be listed: `Path.glob` would return nothing then (from Python 3.12 on), and hide
+    what is there."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         return os.listdir(folder)
     return []
@@ -263,7 +261,8 @@ def list_names(folder: Path) -> list[str]:
 def read_word(path: Path) -> str:
     """Return the text of a small file, as `notice` or `failed`, without blanks around it; '' where
     the file is empty or can't be read. Only the first `WORD_BYTES` of a larger file are read. This
-    asks no more of the disk than an open and a read."""
+    asks no more of the disk than an open and a read. Links are followed, and a pipe is waited
+    for."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -284,8 +283,8 @@ def read_seconds(path: Path) -> float | None:
 
 
 def read_tail(path: Path, size_bytes: int) -> str:
-    """Return the last `size_bytes` of a log as text, without `NOISE`, and without the mark of the
-    rank that torch or hpc-ddp puts before a line; '' where the log can't be read."""
+    """Return the last `size_bytes` of a log as text, without the lines of `NOISE`, and without the
+    mark of the rank that torch or hpc-ddp puts before a line; '' where the log can't be read."""
     try:
         with open_data(path) as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - size_bytes))
@@ -296,9 +295,9 @@ def read_tail(path: Path, size_bytes: int) -> str:
 
 
 def parse_python(path: Path) -> ast.Module:
-    """Return a Python file parsed; warnings of its text, as for ``"\\d"``, are not printed. Raise
-    OSError where it can't be read, and SyntaxError or ValueError where it is no Python, or too
-    deeply nested for its parser."""
+    """Return the syntax tree of a Python file; warnings of its text, as for ``"\\d"``, are not
+    printed. Raise OSError where the file can't be read, and SyntaxError or ValueError where it is
+    no Python, or too deeply nested for its parser."""
     text = path.read_bytes()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -324,11 +323,12 @@ def make_private(path: Path, folders: Sequence[str], is_new: bool) -> None:
         a folder can't be made, or has been replaced
     """
     make_folders(path.parent)
-    with _opened(path.parent) as parent:
+    with _open_folder(path.parent) as parent:
+        # A folder that exists is an error only if `is_new`.
         with contextlib.suppress(*() if is_new else (FileExistsError,)):
             os.mkdir(path.name, 0o700, dir_fd=parent)
-        with _opened(path.name, parent, os.O_NOFOLLOW if is_new else 0) as top:
-            if is_new and os.listdir(top):
+        with _open_folder(path.name, parent, os.O_NOFOLLOW if is_new else 0) as top:
+            if is_new and os.listdir(top):  # another folder, in the place of the new one
                 raise FileExistsError(errno.EEXIST, "was made meanwhile", str(path))
             set_folder_mode(top, 0o700)
             for name in folders:
@@ -336,8 +336,8 @@ def make_private(path: Path, folders: Sequence[str], is_new: bool) -> None:
 
 
 def make_folders(path: Path) -> None:
-    """Make a folder, and those above that are missing, so that their owner alone can write them;
-    one that is there stays as it is. Raise OSError where one can't be made.
+    """Make a folder, and those above that are missing, so that only their owner can write them; a
+    folder that exists stays as it is. Raise OSError where one can't be made.
 
     The umask says little of a new folder's mode: a project's group may have 002, and the default
     ACL of a folder above, which a project's files often get, takes the umask's place.
@@ -348,14 +348,14 @@ def make_folders(path: Path) -> None:
 
 
 def _make_folder(path: Path | str, parent: int | None = None) -> None:
-    """Make one folder that its owner alone can write; one that exists stays as it is. A relative
+    """Make one folder that only its owner can write; one that exists stays as it is. A relative
     `path` begins at the folder with the descriptor `parent` (None: at the working directory). Raise
     OSError where it can't be made."""
     try:
         os.mkdir(path, 0o755, dir_fd=parent)
     except FileExistsError:
         return
-    with _opened(path, parent, os.O_NOFOLLOW) as folder:
+    with _open_folder(path, parent, os.O_NOFOLLOW) as folder:
         _limit_mode(folder, 0o755)
 
 
@@ -368,15 +368,16 @@ def set_folder_mode(folder: Path | int, mode: int) -> None:
 
 def _limit_mode(descriptor: int, mode: int) -> None:
     """Remove from a new file or folder the permissions beyond the `mode` with which it was made:
-    some file systems look at the ACL of its folder alone. Raise OSError where that is refused."""
+    some file systems look only at the ACL of the folder above. Raise OSError where that is
+    refused."""
     present = stat.S_IMODE(os.fstat(descriptor).st_mode)
     if present & 0o777 & ~mode:
-        os.fchmod(descriptor, present & (mode | ~0o777))
+        os.fchmod(descriptor, present & (mode | ~0o777))  # the bits above, as setgid, stay
 
 
 @contextlib.contextmanager
-def _opened(path: Path | str, parent: int | None = None, flags: int = 0) -> Iterator[int]:
-    """Give the descriptor of a folder, which is closed at the end of the block. A relative `path`
+def _open_folder(path: Path | str, parent: int | None = None, flags: int = 0) -> Iterator[int]:
+    """Yield the descriptor of a folder, which is closed at the end of the block. A relative `path`
     begins at the folder with the descriptor `parent` (None: at the working directory). `flags` are
     further ones of `os.open`. Raise OSError where the folder can't be opened."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | flags, dir_fd=parent)
@@ -387,11 +388,11 @@ def _opened(path: Path | str, parent: int | None = None, flags: int = 0) -> Iter
 
 
 def close_to_others(top: Path) -> None:
-    """Remove the right to write from a folder and all below it, for all users but the owner.
+    """Remove the permission to write from a folder and all below it, for all users but the owner.
+    Links stay as they are. Raise OSError where `top` is missing, or a mode can't be changed.
 
     A copy has its original's mode, whatever the umask, and a default ACL takes the umask's place:
-    so the umask does not keep other users from files that are executed and believed. Links stay as
-    they are. Raise OSError where `top` is missing, or a mode can't be changed.
+    so the umask does not keep other users from files that are executed and believed.
     """
     for path in (top, *top.rglob("*")):
         mode = path.lstat().st_mode

@@ -1,4 +1,4 @@
-"""Which files and runs of a shared disk may act for the user, by owner and mode.
+"""Judges by owner and mode which files and runs of a shared disk may act for the user.
 
 As git's ``safe.directory`` and sshd's ``StrictModes`` judge. An ACL's entries are not read: one of
 POSIX shows in the group's bits, and those of NFSv4 and GPFS may not.
@@ -50,7 +50,7 @@ def is_writable_by_others(status: os.stat_result, file: int | Path) -> bool:
     """Return whether a user besides the owner can write a file or folder, by its `status`. `file`
     is its descriptor or its path; a link is followed.
 
-    A group that holds its user alone counts as the user, as Debian's sshd has it: with such groups
+    A group that holds only the owner counts as the owner, as Debian's sshd has it: with such groups
     comes the umask 002, by which all of a user's files can be written by the group. With an ACL the
     group's bits are those of its mask, and speak of other users and groups as well.
     """
@@ -70,8 +70,8 @@ def _has_acl(file: int | Path) -> bool:
 
 
 def _is_private(gid: int, uid: int) -> bool:
-    """Return whether a group is the user's primary one, has the user's name, and holds the user
-    `uid` alone; False for an unknown user or group."""
+    """Return whether a group is the primary one of the user `uid`, has the user's name, and holds
+    only this user; False for an unknown user or group."""
     try:
         user, group = pwd.getpwuid(uid), grp.getgrgid(gid)
     except KeyError:
@@ -85,9 +85,9 @@ def _is_shared(gid: int, uid: int) -> bool:
     """Return whether a group is the primary group of a user other than `uid`; the group's list of
     members lacks such users.
 
-    All accounts have to be read. A directory such as LDAP may take seconds for that, so they are
-    read once, and only for a group with the user's name. Many directories show local accounts only,
-    which is accepted: only root gives a user another one's group as the primary one.
+    All accounts have to be read. A directory such as LDAP may take seconds for that, so the answer
+    is kept, and only a group with the user's name is asked for. Many directories show local
+    accounts only, which is accepted: only root gives a user another one's group as the primary one.
     """
     return any(user.pw_gid == gid and user.pw_uid != uid for user in pwd.getpwall())
 
@@ -102,13 +102,12 @@ def user_name(uid: int) -> str:
 
 def run_fault(path: Path, status: os.stat_result, uid: int, is_reachable: bool = True) -> str:
     """Return why the user `uid` may start nothing from a file or folder of a run; '' if the user
-    may.
+    may. `status` is that of the `path` by `lstat`.
 
-    `status` is that of the `path` by `lstat`. The owner always counts, since others may have
-    reached the file earlier. The mode counts neither for a link, nor where a folder above keeps
-    others out (not `is_reachable`). Unlike a settings file, one of root's is refused too: root
-    writes settings for all users, but no user has to go on with a run of root's, in which they
-    could not even save.
+    The owner always counts, since others may have reached the file earlier. The mode does not count
+    for a link, nor where a folder above keeps others out (`is_reachable` is False). Unlike a
+    settings file, a file of root's is refused, too: root writes settings for all users, but no user
+    has to go on with a run of root's, in which they could not even save.
     """
     if status.st_uid != uid:
         return f"belongs to {user_name(status.st_uid)}"
@@ -119,7 +118,8 @@ def run_fault(path: Path, status: os.stat_result, uid: int, is_reachable: bool =
 
 
 def check_folder(run: RunFolder) -> None:
-    """Refuse to make, continue or delete a run where another user could put a folder in its place.
+    """Raise UsageError where a run is to be made, continued or deleted, and another user could put
+    a folder in its place.
 
     The folder of all runs is checked, and the folder of the run's name in it. Where one of the two
     does not exist yet, the nearest folder above is checked, without its owner and mode. No folder
@@ -164,9 +164,9 @@ def check_folder(run: RunFolder) -> None:
 
 
 def check_kept_modes(run: RunFolder) -> None:
-    """Refuse a run that other users can still write, right after this process has closed it to
-    them. The batch script would start nothing of such a run, as on a file system that does not keep
-    modes: a share of CIFS with ``dir_mode=0775``, or gcsfuse.
+    """Raise UsageError for a run that other users can still write, right after this process has
+    closed it to them. The batch script would start nothing of such a run, as on a file system that
+    does not keep modes: a share of CIFS with ``dir_mode=0775``, or gcsfuse.
 
     The script's own check is ``check_owner`` of the template. Owners are not checked here: the
     files are new, and so have the owner that the script compares with.
@@ -174,13 +174,13 @@ def check_kept_modes(run: RunFolder) -> None:
     Raises
     ------
     UsageError
-        others can enter the run still, and write in it what is executed
+        others can still enter the run, and write in it what is executed
     OSError
         a part of it can't be looked at
     """
     if not stat.S_IMODE(run.path.stat().st_mode) & 0o077:
         return
-    for path in _judged_by_script(run):
+    for path in _paths_with_modes(run):
         mode = path.lstat().st_mode
         if mode & 0o022 and not stat.S_ISLNK(mode):
             raise UsageError(
@@ -191,21 +191,25 @@ def check_kept_modes(run: RunFolder) -> None:
             )
 
 
-def _judged_by_script(run: RunFolder) -> Iterator[Path]:
-    """Yield the files and folders of a run whose modes count for the batch script."""
+def _paths_with_modes(run: RunFolder) -> Iterator[Path]:
+    """Yield the files and folders of a run whose modes the batch script checks."""
     yield from (run.path, *run.path.glob("job.*"))
     for tree in (run.lib, run.code, run.submitit):
-        if tree.is_symlink():  # a task's, to the array's
+        if tree.is_symlink():  # of a task, to the array's
             continue
         for path in (tree, *tree.rglob("*")):
+            # As the template's `check_owner` names them; .pyc is among ".py".
             is_named = path.name in ("lib", "stage.sh", "supervisor.pkl") or ".py" in path.name
             if is_named and os.path.lexists(path):
                 yield path
 
 
 def check_executable(run: RunFolder) -> None:
-    """Refuse a run that the user may only read: nothing in it is to be started, and the processes
-    and jobs that its files name are not to be signalled.
+    """Raise UsageError for a run that the user may only read: nothing in it is to be started, and
+    the processes and jobs that its files name are not to be signalled.
+
+    A file at fault in a ``__pycache__`` of the user's, which Python or a container's root has
+    compiled, is deleted, and is no error: Python compiles anew.
 
     Raises
     ------
@@ -217,20 +221,20 @@ def check_executable(run: RunFolder) -> None:
     """
     uid = os.geteuid()
     is_reachable = bool(stat.S_IMODE(run.whole.stat().st_mode) & 0o077)
-    for path in _executed(run):
-        if fault := run_fault(path, path.lstat(), uid, is_reachable):
-            if _removes_compiled(path, uid):
-                continue
+    for path in _paths_to_own(run):
+        fault = run_fault(path, path.lstat(), uid, is_reachable)
+        if fault and not _remove_compiled(path, uid):
             raise UsageError(
                 f"run {run.path} can only be read: {path} {fault}; accepted: a run that is yours,"
                 " and that no other user can write",
-                hint=_hint(run, path, uid),
+                hint=_hint_for_fault(run, path, uid),
             )
 
 
-def _removes_compiled(path: Path, uid: int) -> bool:
-    """Remove a file that Python, or a container's root, has kept in a folder of the user's for what
-    it has compiled; return whether there was one, and it is gone. Python compiles anew."""
+def _remove_compiled(path: Path, uid: int) -> bool:
+    """Remove a file in a ``__pycache__`` of the user's, where Python, or a container's root, keeps
+    what it has compiled; return True if `path` was such a file, and is gone. Return False, and
+    remove nothing, for any other path. Raise OSError where the folder can't be looked at."""
     if path.parent.name != "__pycache__" or path.parent.lstat().st_uid != uid:
         return False
     with suppress(OSError):
@@ -240,8 +244,9 @@ def _removes_compiled(path: Path, uid: int) -> bool:
 
 
 def is_executable(run: RunFolder) -> bool:
-    """Return whether `check_executable` lets the user start from a run; raise OSError where the
-    run, or a file in it, is gone or can't be read."""
+    """Return whether `check_executable` lets the user start from a run, which deletes compiled
+    files that are at fault. Raise OSError where the run, or a file in it, is gone or can't be
+    read."""
     try:
         check_executable(run)
     except UsageError:
@@ -249,7 +254,7 @@ def is_executable(run: RunFolder) -> bool:
     return True
 
 
-def _hint(run: RunFolder, path: Path, uid: int) -> str:
+def _hint_for_fault(run: RunFolder, path: Path, uid: int) -> str:
     """Return the hint for a run whose file or folder `path` is at fault for the user `uid`. Raise
     OSError where `path` is gone."""
     if path.lstat().st_uid == uid:  # one part that others can write is seldom the only one
@@ -257,7 +262,7 @@ def _hint(run: RunFolder, path: Path, uid: int) -> str:
     return "submit the script yourself, as a run of your own: hpc-ddp submit SCRIPT"
 
 
-def _executed(run: RunFolder) -> Iterator[Path]:
+def _paths_to_own(run: RunFolder) -> Iterator[Path]:
     """Yield the paths that have to be the user's own: the folders of the run, its array and its
     tasks, and all in them that is executed, or names jobs and processes to signal. Checkpoints are
     data: only their folder counts. Raise OSError where a folder can't be listed."""
@@ -265,11 +270,13 @@ def _executed(run: RunFolder) -> Iterator[Path]:
         part = RunFolder(folder)
         tops = [part.job_json, part.script, part.journal_folder, part.logs, part.checkpoints]
         tops += [part.start_note, part.limits_json]
+        # A task of submitit loads these pickles.
         tops += [
             part.submitit,
             *part.submitit.glob("su*.pkl"),
             *part.submitit.glob("*_submitted.pkl"),
         ]
+        # The run's folder also where it is gone: the caller's look at it then raises.
         yield from (path for path in (folder, *tops) if path == run.whole or os.path.lexists(path))
         for tree in (part.lib, part.code):
             if os.path.lexists(tree):
@@ -285,9 +292,10 @@ def _executed(run: RunFolder) -> Iterator[Path]:
 
 
 def checkpoint_fault(run: RunFolder, folder: Path) -> str:
-    """Return, in words, which part of a library's checkpoint belongs to another user, who could run
-    code by its pickles; '' where none does. Parts of root's are accepted. To learn which owner new
-    files have, a file is made in the folder of the checkpoints for a moment.
+    """Return, in words, the first part of a library's checkpoint, `folder`, that belongs to another
+    user, who could run code by its pickles; '' where none does. Parts of root's are accepted. To
+    learn which owner new files have, a file is made in the folder of the run's checkpoints for a
+    moment.
 
     Modes count even where others can't enter the run now: a start closes a run that was open, and
     they may have written before.
@@ -314,8 +322,8 @@ def checkpoint_fault(run: RunFolder, folder: Path) -> str:
 
 
 def _refuse_checkpoint(run: RunFolder, folder: Path, path: Path, is_of_another: bool) -> NoReturn:
-    """Raise the error of the checkpoint `folder`, which others may have changed, since they can
-    write `path`, or own it (`is_of_another`)."""
+    """Raise HpcDdpError for the checkpoint `folder`, which others may have changed: another user
+    owns `path` (`is_of_another`), or other users can write it."""
     checkpoints = shlex.quote(str(run.checkpoints))
     fault = "another user owns" if is_of_another else "other users can write"
     raise HpcDdpError(
@@ -328,9 +336,9 @@ def _refuse_checkpoint(run: RunFolder, folder: Path, path: Path, is_of_another: 
 
 
 def _owner_of_new_files(folder: Path) -> int:
-    """Return the user that a new file in a folder belongs to, by making one for a moment: some file
-    systems give all files to one user. Return this user where no file can be made, as on a full
-    disk."""
+    """Return the user id that a new file in a folder belongs to, by making one for a moment: some
+    file systems give all files to one user. Return this user's where no file can be made, as on a
+    full disk."""
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             return os.fstat(file.fileno()).st_uid

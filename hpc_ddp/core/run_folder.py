@@ -35,7 +35,7 @@ from typing import Any
 from hpc_ddp.core.errors import HpcDdpError
 from hpc_ddp.core.file_io import list_names, make_private, read_json, write_json
 from hpc_ddp.core.job.attempt_folder import AttemptFolder
-from hpc_ddp.core.job.job_ref import JobRef, distinct
+from hpc_ddp.core.job.job_ref import JobRef, remove_duplicates
 from hpc_ddp.core.journal.events import JournalEvent, Queued, Started
 from hpc_ddp.core.journal.journal import Journal, is_finished, node_seconds, read_events
 
@@ -48,7 +48,7 @@ class RunFolder:
 
     @property
     def is_task(self) -> bool:
-        """Whether it is the folder of a task, in its array's."""
+        """True for the folder of a task of an array; it lies in the array's folder."""
         return self.path.name.startswith("task-")
 
     @property
@@ -106,7 +106,7 @@ class RunFolder:
 
     @property
     def start_note(self) -> Path:
-        """The note by which a start is undone that Slurm has not accepted."""
+        """The note by which a start that Slurm has not accepted is undone."""
         return self.path / ".before-start.json"
 
     @property
@@ -150,9 +150,9 @@ class RunFolder:
         return self.logs / "slurm.out"
 
     def outputs(self) -> list[Path]:
-        """Return the files with the output of the run's jobs, by name. Those of a task are its
-        array's for it, and its own, where it went on alone, the last one written last. Raise
-        OSError where the disk does not answer."""
+        """Return the files with the output of the run's jobs, by name. For a task these are the
+        array's file for the task, and the files of jobs of its own, where it went on alone; the
+        file that was written last comes last. Raise OSError where the disk does not answer."""
         paths = sorted(self.logs.glob("slurm*.out"))
         if not self.is_task:
             return paths
@@ -182,20 +182,20 @@ class RunFolder:
         this task alone, starts from a copy or packs one."""
         return self.path / "unstaged"
 
-    def unstage(self, why: str) -> None:
-        """Write the file `unstaged`, with the reason `why`, so that later attempts use no copy of
+    def unstage(self, reason: str) -> None:
+        """Write the file `unstaged`, with the reason, so that later attempts use no copy of
         ``--stage``. Raise OSError where the disk refuses."""
-        self.unstaged.write_text(f"{why} (to allow it again: rm {self.unstaged})")
+        self.unstaged.write_text(f"{reason} (to allow it again: rm {self.unstaged})")
 
     @property
     def early_links(self) -> Path:
-        """The JSON file of the chain's jobs that have not got beyond their set-up lines, by id,
-        each with the next job that it has queued."""
+        """The JSON file of the chain's jobs that are still in their set-up lines: by the id of such
+        a job the next job that it has queued."""
         return self.path / "early-links.json"
 
     def make(self, is_new: bool = False) -> RunFolder:
         """Create the folder, private to the user, with the folders that must exist before the job
-        starts, and return this run.
+        starts, and return this run. A folder that exists is made private, too.
 
         Raise FileExistsError if `is_new` and another submit has made the folder, and OSError where
         it can't be made.
@@ -219,11 +219,12 @@ class RunFolder:
         return read_events(self.journal_folder)
 
     def links(self) -> list[JobRef]:
-        """Return the jobs that earlier jobs of the run have queued to follow them; [] for a run
-        that is no chain. Raise OSError where the attempts can't be listed."""
+        """Return the next jobs of a chain that earlier jobs of the run have queued, those of
+        attempts first; [] for a run that is no chain. Raise OSError where the attempts can't be
+        listed."""
         early = map(str, read_json(self.early_links).values())
         links = [attempt.link for attempt in self.attempts()] + [*map(JobRef.parse, early)]
-        return [link for link in links if link]
+        return [link for link in links if link]  # without the None of attempts that queued no job
 
     def jobs(self, events: Sequence[JournalEvent]) -> list[JobRef]:
         """Return all jobs of the run, whose journal is `events`: first those that Slurm has taken
@@ -231,7 +232,7 @@ class RunFolder:
         OSError where the attempts can't be listed."""
         starts = [event for event in events if isinstance(event, (Queued, Started))]
         jobs = [JobRef.of(event.job_id, event.cluster) for event in starts]
-        return distinct([*filter(None, jobs), *self.links()])
+        return remove_duplicates([*filter(None, jobs), *self.links()])
 
     def finished(self) -> bool:
         """Return whether the run has reached its end by its journal, so that nothing is left to do.
@@ -246,7 +247,7 @@ class RunFolder:
         `now`, in unix seconds; with None, at its last event. Raise OSError where a journal can't be
         read.
         """
-        runs = RunFolder(self.whole).tasks() or [self]
+        runs = RunFolder(self.whole).tasks() or [self]  # no array: the run itself
         return sum(node_seconds(run.events(), now) for run in runs) * gpus_per_node / 3600
 
     def attempt(self, number: int) -> AttemptFolder:
@@ -261,12 +262,12 @@ class RunFolder:
     def next_attempt(self) -> int:
         """Return the number of the attempt that begins next. Raise OSError where the attempts can't
         be listed, or the journal can't be read."""
-        return self._number_behind(self.attempts())
+        return self._number_after(self.attempts())
 
-    def _number_behind(self, earlier: list[AttemptFolder]) -> int:
-        """Return the number after the newest of the attempts `earlier`. Where there is none, as
-        where the user has removed all folders, return the number after the journal's newest; raise
-        OSError where the journal can't be read."""
+    def _number_after(self, earlier: list[AttemptFolder]) -> int:
+        """Return the number after the newest of the attempts `earlier`. Without any, as where the
+        user has removed all folders, return the number after the journal's newest attempt, 0
+        without one; raise OSError where the journal can't be read."""
         if earlier:
             return earlier[-1].number + 1
         starts = (event.attempt for event in self.events() if isinstance(event, Started))
@@ -275,37 +276,37 @@ class RunFolder:
     def claim_attempt(
         self, info: dict[str, Any], is_live: Callable[[dict[str, Any]], bool]
     ) -> AttemptFolder:
-        """Make the folder of the next attempt for the caller, and return it. Processes that do so
-        at the same time get different attempts.
+        """Make the folder of the next attempt for the caller, and return it. Processes that call
+        this at the same time get different attempts.
 
         Parameters
         ----------
         info
             the caller's identity; kept in ``attempt.json``
         is_live
-            whether the attempt with such an `info` still runs; its errors pass through
+            tells of an attempt, by such an `info`, whether it still runs; its errors pass through
 
         Raises
         ------
         HpcDdpError
             the newest attempt is still running: two at once would write over each other
         OSError
-            the attempts can't be listed, or the folder can't be made, or the journal can't be read
+            the attempts can't be listed, the folder can't be made, or the journal can't be read
         """
         while True:
             earlier = self.attempts()
             if earlier and is_live(earlier[-1].info):
                 raise HpcDdpError(
-                    f"run {self.path} is already being run: {_describe(earlier[-1])}",
+                    f"run {self.path} is already being run: {_describe_attempt(earlier[-1])}",
                     hint="wait for it, or end it with `hpc-ddp cancel`",
                 )
-            attempt = self.attempt(self._number_behind(earlier))
-            if self._create(attempt, info):
+            attempt = self.attempt(self._number_after(earlier))
+            if self._make_attempt(attempt, info):
                 return attempt
 
-    def _create(self, attempt: AttemptFolder, info: dict[str, Any]) -> bool:
-        """Make the attempt's folder, with its files, in one step, and return True; False where
-        another process was faster. Raise OSError where the disk refuses."""
+    def _make_attempt(self, attempt: AttemptFolder, info: dict[str, Any]) -> bool:
+        """Make the attempt's folder, with its files, in one step, and return True; return False
+        where another process has made it. Raise OSError where the disk refuses."""
         self.logs.mkdir(parents=True, exist_ok=True)
         draft = Path(tempfile.mkdtemp(prefix=".attempt-", dir=self.logs))
         _drop_default_acl(draft)
@@ -324,13 +325,13 @@ class RunFolder:
         return True
 
     def is_newest(self, attempt: int) -> bool:
-        """Return whether no later attempt than number `attempt` has started: only the newest one
-        may change the run. Raise OSError where the attempts can't be listed."""
+        """Return whether no attempt after number `attempt` has started: only the newest one may
+        change the run. Raise OSError where the attempts can't be listed."""
         # By listing the folder: a look-up of a missing name may be answered from an NFS cache.
         return all(later.number <= attempt for later in self.attempts())
 
 
-def _describe(attempt: AttemptFolder) -> str:
+def _describe_attempt(attempt: AttemptFolder) -> str:
     """Return the words for an attempt and its job or process."""
     info = attempt.info
     process = f"job {info['job_id']}" if info.get("job_id") else f"process {info.get('pid')}"
@@ -338,15 +339,15 @@ def _describe(attempt: AttemptFolder) -> str:
 
 
 def _numbers_behind(prefix: str, folder: Path) -> list[int]:
-    """Return, sorted, the numbers behind `prefix` of those names in a folder that are the prefix
-    with a number. Raise OSError where the folder can't be listed."""
+    """Return, sorted, the numbers N of the names ``<prefix>N`` in a folder; other names are left
+    out. [] for a missing folder; raise OSError where it can't be listed."""
     ends = (name[len(prefix) :] for name in list_names(folder) if name.startswith(prefix))
     return sorted(int(number) for number in ends if number.isdecimal())
 
 
 def _drop_default_acl(folder: Path) -> None:
-    """Remove the ACL that a new folder has for what will be made in it, as folders of a project
-    have one: files there would be open to its group, whatever the umask. An error is passed over:
-    most file systems have no such ACL."""
+    """Remove a new folder's default ACL, which the folders of a project often have: with it the
+    files made in the folder would be open to the project's group, whatever the umask. An error is
+    passed over: most file systems have no such ACL."""
     with suppress(OSError, AttributeError):  # the latter: not on Linux
         os.removexattr(folder, "system.posix_acl_default")

@@ -1,4 +1,4 @@
-"""The runs below a folder: all of them, and the one of a name, an id or a job."""
+"""Finds runs below a folder: all of them, or the one of a name, an id or a job."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
+from typing import NoReturn
 
 from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.errors import UsageError
@@ -23,13 +24,13 @@ UNKNOWN = "_"  # in the index, for a cluster that is not known
 
 def link_job(job: JobRef, run: RunFolder) -> None:
     """Note which run a job belongs to, by a link below ``<runs>/.jobs-<uid>/<cluster>``, by which
-    `find_run` finds it at once. An earlier note of a job of this id is replaced.
+    `find_run` finds the run at once. An earlier note of a job of this id is replaced.
 
-    Where the disk takes no note, or another user has put a folder there, that is reported on stderr
-    and not raised: the job does not need the note.
+    Where the disk takes no note, or another user has put a folder or a link there, that is reported
+    on stderr and not raised: the job does not need the note.
     """
     index = _index_of(run.root)
-    link = _link(run.root, job)
+    link = _link_path(run.root, job)
     try:
         if os.path.lexists(index):  # before a folder is made behind a link of another user
             check_links(index)
@@ -45,8 +46,8 @@ def link_job(job: JobRef, run: RunFolder) -> None:
 
 
 def unlink_jobs(run: RunFolder) -> None:
-    """Remove what `link_job` has noted of a run and its tasks; a note that the disk does not let go
-    stays."""
+    """Remove the notes that `link_job` has made of a run and its tasks; a note that the disk does
+    not let go stays."""
     for link in _index_of(run.root).glob("*/*"):
         with suppress(OSError):
             target = Path(os.path.normpath(link.parent / os.readlink(link)))
@@ -55,34 +56,36 @@ def unlink_jobs(run: RunFolder) -> None:
 
 
 def linked_runs(root: Path, jobs: Iterable[JobRef]) -> set[str]:
-    """Return the real paths of the runs below `root` to which jobs belong, and of their arrays.
+    """Return the real paths of the runs below `root` to which jobs belong by the notes of
+    `link_job`, and of their arrays.
 
     The set is only good for looking up whether a run is in it: for a job without a note it has the
     path that the note would have.
     """
-    paths = {os.path.realpath(_link(root, job)) for job in jobs}
+    paths = {os.path.realpath(_link_path(root, job)) for job in jobs}
     return paths | {os.path.dirname(path) for path in paths}
 
 
 def _index_of(root: Path) -> Path:
-    """Return the folder of this user's jobs below the folder of all runs, which users may share."""
+    """Return the folder with the notes of `link_job` of this user, below the folder of all runs,
+    which users may share."""
     return root / f".jobs-{os.geteuid()}"
 
 
-def _link(root: Path, job: JobRef) -> Path:
+def _link_path(root: Path, job: JobRef) -> Path:
     """Return the path of the link that `link_job` makes for a job, ``<cluster>/<id>``."""
     return _index_of(root) / (job.cluster or UNKNOWN) / job.id
 
 
 def find_run(root: Path, text: str, ask_cluster: Callable[[], str] = str) -> RunFolder:
-    """Return the run that a person means by `text`. That is the first that exists of: a run's
-    folder; the run of a job id; of a run id; the newest run of a name.
+    """Return the run that a person means by `text`, the first that exists of: the run in the folder
+    of this path; the run of this job id; the run of this run id; the newest run of this name.
 
-    A job id counts on the cluster that `ask_cluster` returns ('': unknown), which is called only
-    where a job of some run has that id; its errors pass through. `root` is the folder of all runs.
-    A folder in the working directory comes first, whichever user made it. It is read as data;
-    `file_owners.check_executable` keeps what is in it from being started. Links of other users
-    count as absent.
+    `root` is the folder of all runs. A job id counts on the cluster that `ask_cluster` returns,
+    by default '' for unknown; it is called only where a job of some run has the id, and its errors
+    pass through. A folder of the working directory comes first, whichever user made it: it is read
+    as data, and `file_owners.check_executable` keeps commands from starting what is in it. A path
+    through a link of another user counts as absent.
 
     Raises
     ------
@@ -100,17 +103,24 @@ def find_run(root: Path, text: str, ask_cluster: Callable[[], str] = str) -> Run
         of_job = _runs_of_job(root, text)
         cluster = ask_cluster() if of_job else ""
         candidates += [
-            *_of_cluster(of_job, cluster),
-            *_newest(root.glob(f"[!.]*/{name}")),  # a plain start's are all called `local`
+            *_runs_of_cluster(of_job, cluster),
+            *_newest_first(root.glob(f"[!.]*/{name}")),  # a plain start's are all called `local`
         ]
-        # A run that was only rendered comes after those that have started.
-        named = _newest(root.glob(f"{name}/*"))
+        # Runs that have started come first, the newest of them first: the sort is stable.
+        named = _newest_first(root.glob(f"{name}/*"))
         candidates += sorted(named, key=lambda run: not any(run.glob("journal/*.jsonl")))
     if re.fullmatch(r"[^/\0]+/task-\d+", text):  # an id, as `hpc-ddp status` shows it
         candidates += root.glob(f"[!.]*/{glob.escape(text)}")
     for path in candidates:
         if "\0" not in text and (path / "job.json").is_file() and is_trusted(path):
             return RunFolder(path.resolve())
+    _refuse_text(root, text, of_job, cluster)
+
+
+def _refuse_text(root: Path, text: str, of_job: dict[Path, JobRef], cluster: str) -> NoReturn:
+    """Raise UsageError for a `text` that means no run: it is the id of jobs (`of_job`), but not of
+    exactly one of the cluster; or the task has not begun; or there is no such run. Raise OSError
+    where `root` can't be listed."""
     if of_job:
         runs = ", ".join(f"{path} on {job.cluster or '?'}" for path, job in of_job.items())
         raise UsageError(
@@ -123,10 +133,10 @@ def find_run(root: Path, text: str, ask_cluster: Callable[[], str] = str) -> Run
             f"task {waiting.index} of {waiting.whole} has not begun, and has no folder yet",
             hint="scancel JOB_INDEX cancels it; squeue --me names the array's job",
         )
-    # What can't be listed would look empty.
     elsewhere = "its folder as RUN, --runs-dir, or cd to where it was submitted"
     raise UsageError(
         f"no run {text!r}: not a run folder, and no run id, run name or job id in {root}",
+        # By `list_names`, which raises: a folder that can't be listed is not empty.
         hint="list the runs with `hpc-ddp status`" if list_names(root) else elsewhere,
     )
 
@@ -144,7 +154,8 @@ def _waiting_task(root: Path, text: str) -> RunFolder | None:
 
 
 def _has_task(path: Path, index: int) -> bool:
-    """Return whether a folder is of an array with a task of this index, by its job.json."""
+    """Return whether a folder is that of an array with a task of this index, by its job.json; False
+    where that is damaged."""
     try:
         return index in array_indexes(str(read_json(path / "job.json").get("array")))
     except UsageError:  # no array, or a damaged file
@@ -171,6 +182,7 @@ def _runs_of_job(root: Path, text: str) -> dict[Path, JobRef]:
     jobs: dict[Path, JobRef] = {}
     for folder in sorted(_index_of(root).glob("*/")):
         job = JobRef(number, "" if folder.name == UNKNOWN else folder.name)
+        # A task in the folder of its array, or the job, or the task, of a link.
         for path in (folder / number / f"task-{task}", folder / text):
             if _has_job(path, job):
                 jobs.setdefault(path.resolve(), job)
@@ -178,7 +190,7 @@ def _runs_of_job(root: Path, text: str) -> dict[Path, JobRef]:
     return jobs
 
 
-def _of_cluster(of_job: dict[Path, JobRef], cluster: str) -> list[Path]:
+def _runs_of_cluster(of_job: dict[Path, JobRef], cluster: str) -> list[Path]:
     """Return the run of `of_job` whose job is of a cluster ('': unknown), as a list; [] where there
     is none, or several may be meant."""
     paths = [path for path, job in of_job.items() if job.is_of(cluster)]
@@ -197,25 +209,25 @@ def _has_job(path: Path, job: JobRef) -> bool:
 
 def all_runs(root: Path) -> list[RunFolder]:
     """Return the runs below the folder `root`, the one that began last first; [] for a missing
-    folder. Raise OSError where `root` can't be listed; a folder in it that can't be, as a
-    colleague's, is passed over."""
+    folder. Raise OSError where `root`, or a folder in it, can't be listed; a folder that the user
+    may not list, as a colleague's, is passed over."""
     paths = []
     for name in list_names(root):
         with suppress(PermissionError):
             entries = [] if name.startswith(".") else list_names(root / name)
             folders = (root / name / entry for entry in entries)
             paths += [folder for folder in folders if os.path.exists(folder / "job.json")]
-    return [RunFolder(path) for path in _newest(paths)]
+    return [RunFolder(path) for path in _newest_first(paths)]
 
 
-def _newest(runs: Iterable[Path]) -> list[Path]:
+def _newest_first(runs: Iterable[Path]) -> list[Path]:
     """Return run folders, the one that began last first."""
-    return sorted(runs, key=_begun, reverse=True)
+    return sorted(runs, key=_start_key, reverse=True)
 
 
-def _begun(run: Path) -> tuple[str, float, str]:
-    """Return a key that sorts run folders by the time when they began, which is in their id, or
-    else that of their job.json. A folder without either counts as the oldest."""
+def _start_key(run: Path) -> tuple[str, float, str]:
+    """Return a key that sorts run folders by the time when their runs began: the time in the run
+    id, else that of the job.json. A folder with neither counts as the oldest."""
     if re.match(r"\d{8}-\d{6}-", run.name):
         return run.name[:15], 0.0, run.name
     try:

@@ -59,7 +59,7 @@ class Stop(EpochStop):
         super().__init__(format="accelerate", **options)
         self._accelerator = accelerator
         self._samples = 0  # of all ranks in a batch
-        self._loaded: dict[str, int] = {}  # by kind: objects at `load`
+        self._loaded: dict[str, int] = {}  # numbers of objects at `load`, by kind
 
     def load(self, *models: Any) -> int:
         """Load the newest checkpoint that verifies; return the number of steps done, 0 without one.
@@ -84,7 +84,7 @@ class Stop(EpochStop):
         except TypeError:  # of a batch sampler without a size
             self._samples = 0
         set_epoch(loader, epoch)
-        # Of a shuffle: one for all ranks, or what the script has given to the loader.
+        # The generator of a shuffle: one for all ranks, or that of the script's loader.
         shared = getattr(loader, "synchronized_generator", None)
         self._restore_order(find_generators_of_loader(loader) if shared is None else [shared], done)
         yield from self._skip(loader, done) if done else loader
@@ -137,9 +137,9 @@ class Stop(EpochStop):
                 self._save_random(folder)
 
     def _check_objects(self) -> None:
-        """Raise UsageError where an object came after `load`: it would begin anew at a resume."""
+        """Raise UsageError where an object came after `load`: a resume would begin it anew."""
         for kind, count in self._count_objects().items():
-            if count > self._loaded.get(kind, count):
+            if count > self._loaded.get(kind, count):  # before `load` nothing is counted
                 raise UsageError(
                     f"the Accelerator got {kind} after stop.load, which a resume does not restore;"
                     " accepted: before it",

@@ -1,4 +1,4 @@
-"""`EpochStop`: a `StopPoint` for a loop over epochs and their batches."""
+"""`EpochStop` is a `StopPoint` for a loop over epochs and their batches."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hpc_ddp.integrations.stop_point import StopPoint
 from hpc_ddp.training.models import rng
 from hpc_ddp.training.models.tracked import warn_of_untracked
 
-RANDOM = "random-{}.pt"  # of a rank
+RANDOM = "random-{}.pt"  # the file of a rank, by its number
 
 
 class EpochStop(StopPoint):
@@ -30,12 +30,13 @@ class EpochStop(StopPoint):
         self._has_warned = self._is_within = False
         self._ended: int | None = None  # the epoch that this process has ended last
         self._begun: dict[str, Any] | None = None  # the generators as the epoch began
-        self._random: dict[str, Any] | None = None  # of the checkpoint, until a batch is there
+        self._random: dict[str, Any] | None = None  # those of the checkpoint, until restored
 
     @property
     def batches_done(self) -> int:
-        """How many batches are done of the epoch with which `batches` goes on; within its loop the
-        present batch counts as done. 0 where another number of ranks has begun the epoch."""
+        """The number of batches that are done of the epoch with which `batches` goes on; within its
+        loop the present batch counts as done. 0 where another number of ranks has begun the
+        epoch."""
         ranks = self._info.world_size
         is_ours = self._own_facts.get("ranks", ranks) == ranks
         return int(self._own_facts["batches"]) if is_ours else 0
@@ -52,15 +53,15 @@ class EpochStop(StopPoint):
 
     def batches(self, loader: Any, epoch: int) -> Iterator[Any]:
         """Yield the batches of an epoch, from 0, that are left: none of an epoch that is done, the
-        rest of one that a checkpoint was saved in, all of a later one.
+        rest of an epoch that a checkpoint was saved in, all of a later one.
 
         `loader` is one that the library has prepared. Its persistent workers end as an epoch
-        begins, and the random generators take the checkpoint's states. A warning is printed for an
-        epoch that is done, and for one that another number of ranks has begun, which begins anew.
-        Raise UsageError for a second loader of an epoch, within the loop over another one, and
-        before `load`.
+        begins, and the random generators take the checkpoint's states. Rank 0 prints a warning for
+        an epoch that is done, and for one that another number of ranks has begun, which begins
+        anew. With the first batch UsageError is raised for a second loader of an epoch, within the
+        loop over another one, and before `load`.
         """
-        with self._only_loader(epoch):
+        with self._loop_over_batches(epoch):
             done = self._begin_epoch(epoch)
             if done is None:
                 return
@@ -74,7 +75,7 @@ class EpochStop(StopPoint):
 
     def _load_random(self, folder: Path) -> None:
         """Read the states of this rank's generators from a checkpoint's folder, for `batches` to
-        restore; nothing for a rank that the checkpoint's world did not have."""
+        restore; do nothing on a rank that the checkpoint's world did not have."""
         path = folder / RANDOM.format(self.rank)
         if path.exists():  # else: another number of ranks
             self._begun, self._random = torch.load(path, weights_only=True)
@@ -104,7 +105,8 @@ class EpochStop(StopPoint):
 
     def _warn_of_others(self, objects: Iterable[Any], remedy: str) -> None:
         """Before the first step of a run is counted, have rank 0 warn, as `warn_of_untracked` does,
-        of what is not among the `objects` of a checkpoint."""
+        of objects of the script that are not among the `objects` of a checkpoint. `remedy` is the
+        end of the warning."""
         if self.rank == 0 and self.position.step == 0:
             warn_of_untracked(objects, self._say, remedy)
 
@@ -116,8 +118,8 @@ class EpochStop(StopPoint):
             self._random = None
 
     @contextmanager
-    def _only_loader(self, epoch: int) -> Iterator[None]:
-        """Mark the block as a loop over batches, those of `epoch`. Raise UsageError within another
+    def _loop_over_batches(self, epoch: int) -> Iterator[None]:
+        """Mark the block as the loop over the batches of `epoch`. Raise UsageError within another
         such block, for a second loader of `epoch`, and before `load`."""
         if not self._is_restored:
             raise UsageError(
@@ -138,12 +140,12 @@ class EpochStop(StopPoint):
             self._is_within = False
 
     def _begin_epoch(self, epoch: int) -> int | None:
-        """Begin an epoch, or what is left of it; return how many of its batches are done, None for
-        an epoch that is over.
+        """Begin an epoch, or the rest of it; return the number of its batches that are done, None
+        for an epoch that is over.
 
-        A warning is printed for the first epoch that is over, since the loop does again what comes
-        behind the epoch's batches, such as a scheduler's step; and for an epoch that another number
-        of ranks has begun, which begins anew.
+        Rank 0 prints a warning for the first epoch that is over, since the loop does again what
+        comes behind the epoch's batches, such as a scheduler's step; and for an epoch that another
+        number of ranks has begun, which begins anew.
         """
         ranks = self._info.world_size
         begun_by = self._own_facts.get("ranks", ranks)
@@ -174,6 +176,7 @@ class EpochStop(StopPoint):
 def drop_iterator(loader: Any) -> None:
     """End the persistent workers of a loader, or of the one that it wraps. So each epoch begins as
     in a new process, which draws the workers' seed from the same generator as the order."""
+    # Attributes of Fabric's loader and of Accelerate's.
     for part in (loader, *(getattr(loader, n, None) for n in ("_dataloader", "base_dataloader"))):
         if isinstance(part, DataLoader):
             part._iterator = None
@@ -191,19 +194,20 @@ def put_states(
     states: dict[str, Any], generators: Sequence[torch.Generator], devices: Sequence[torch.device]
 ) -> None:
     """Put the global generators, those of `devices`, and `generators` into the states that
-    `states_of` has returned. Devices and `generators` are paired with their states in order."""
+    `states_of` has returned. The first generator gets the first state, and so on; surplus ones of
+    either are left out."""
     rng.restore(states, devices)
     for generator, state in zip(generators, states["loader"], strict=False):
         generator.set_state(state)
 
 
 def find_generators_of_loader(loader: Any) -> list[torch.Generator]:
-    """Return the torch generators among the attributes of a loader, of its sampler and batch
-    sampler, and of theirs; each once, in this order."""
+    """Return the torch generators among the attributes of a loader, and of the samplers and batch
+    samplers below it, also of those that Fabric has wrapped; each once, the loader's first."""
     parts, generators = [loader], list[torch.Generator]()
-    for part in parts:  # grows below, by samplers
+    for part in parts:  # the list grows in the loop, by the samplers of each part
         entries = [getattr(part, "generator", None), *getattr(part, "__dict__", {}).values()]
-        for entry in entries:  # a sampler's own may have any name
+        for entry in entries:  # a sampler may keep its generator under any name
             if isinstance(entry, torch.Generator) and entry not in generators:
                 generators.append(entry)
         inner = [getattr(part, name, None) for name in ("sampler", "batch_sampler")]

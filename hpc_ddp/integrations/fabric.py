@@ -43,8 +43,8 @@ class Stop(EpochStop):
         self._objects: dict[str, Any] | None = None  # by name; None before `load`
 
     def load(self, **objects: Any) -> int:
-        """Name what a checkpoint holds, and load it from the newest one that verifies; return the
-        number of steps done, 0 without a checkpoint.
+        """Name the objects that a checkpoint holds, and load them from the newest checkpoint that
+        verifies; return the number of steps done, 0 without a checkpoint.
 
         All ranks call it after ``fabric.setup``. `objects` have a ``state_dict``: the model, the
         optimizer, a scheduler. Fabric's scaler of gradients is added as ``precision``. First it
@@ -62,6 +62,7 @@ class Stop(EpochStop):
             a peer is gone; other errors of ``fabric.load`` come through
         """
         for name, entry in objects.items():
+            # Fabric's loader has the script's as `_dataloader`.
             if isinstance(getattr(entry, "_dataloader", entry), DataLoader):
                 raise UsageError(
                     f"stop.load({name}=…) is a data loader; accepted: objects without data, since"
@@ -89,7 +90,7 @@ class Stop(EpochStop):
         return self.position.step
 
     def _batches_left(self, loader: Any, epoch: int, done: int) -> Iterator[Any]:
-        """Yield the batches behind the first `done` ones. The first ones are read again and
+        """Yield the batches behind the first `done` ones. The first `done` are read again and
         dropped, so that random numbers of the data go on as well."""
         self._restore_order(find_generators_of_loader(loader), done)
         vars(loader)["_num_iter_calls"] = epoch  # from which Fabric's loader has its order

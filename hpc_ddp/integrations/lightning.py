@@ -25,11 +25,7 @@ from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 from hpc_ddp.core.errors import UsageError
-from hpc_ddp.integrations.stop_point import (
-    StopPoint,
-    check_step,
-    warn_of_ranks,
-)
+from hpc_ddp.integrations.stop_point import StopPoint, check_step, warn_of_ranks
 from hpc_ddp.training.data.iterable import set_epoch
 from hpc_ddp.training.devices import is_number
 from hpc_ddp.training.process.hang_watchdog import beat
@@ -99,10 +95,10 @@ class StopCallback(Callback):
     def __init__(self, **options: Any) -> None:
         self._stop = StopPoint(format="lightning", **options)
         self._total_steps: int | None = None
-        self._is_due = False  # a save comes before one of the next batches
-        self._is_amid = False  # batches since the last step have added up gradients
+        self._is_due = False  # True if a save comes before one of the next batches
+        self._is_amid = False  # True while batches add up the gradients of a step
         self._frozen: dict[str, list[str]] | None = None  # of the loaded checkpoint
-        self._states: dict[int, Any] = {}  # of the loaders before a batch, by it; None: not kept
+        self._states: dict[int, Any] = {}  # of the loaders, by the next batch's index; or None
 
     def latest(self, trainer: Trainer) -> str | None:
         """Return the path of the newest checkpoint that verifies, for ``trainer.fit(ckpt_path=…)``;
@@ -127,9 +123,10 @@ class StopCallback(Callback):
         return None if folder is None else str(folder / FILE)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Raise UsageError for a callback that loads a checkpoint of its own over the run's, and
-        for saves that a thread writes: the run has to know when a file is whole. Convert the module
-        where Lightning would do so behind the restore, which would round the weights."""
+        """Raise UsageError for a callback that loads a checkpoint of its own over the run's; and,
+        as `stage` is ``fit``, for saves that a thread writes: the run has to know when a file is
+        whole. For ``fit`` convert the module here: Lightning's conversion after the restore would
+        round the weights."""
         writer = getattr(trainer.strategy, "checkpoint_io", None)
         while writer is not None and not _is_one_of(writer, {"AsyncCheckpointIO"}):
             writer = getattr(writer, "checkpoint_io", None)  # the one that it wraps
@@ -149,16 +146,16 @@ class StopCallback(Callback):
                 )
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Have the samplers get their epoch before Lightning loads the states of the loaders."""
+        """Have Lightning tell the samplers their epoch before it loads the loaders' states."""
         loop: Any = trainer.fit_loop
         load_states = partial(_load_states, loop, loop._load_combined_loader_states)
         vars(loop)["_load_combined_loader_states"] = load_states
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin the training in the run, take the signals back from Lightning, fix the order of
-        DDP's sums, freeze again what a checkpoint says is frozen, and mend Lightning's counters and
-        hooks for a save between two batches. Another number of ranks than before gets a warning;
-        all ranks call it.
+        DDP's sums, freeze again what the checkpoint has as frozen, and correct Lightning's counters
+        and hooks for a save between two batches. Another number of ranks than before gets a
+        warning; all ranks call it.
 
         Raises as `StopPoint.begin` and `check_step`; UsageError for a loader whose order a resume
         would not find again.
@@ -167,42 +164,44 @@ class StopCallback(Callback):
         self._stop.take_signals()
         self._stop.fix_order_of_sums([trainer.strategy.model or pl_module])
         self._stop.begin()
-        check_step(
-            self._stop, trainer.global_step, "trainer.fit(…, ckpt_path=stop.latest(trainer))"
-        )
+        call = "trainer.fit(…, ckpt_path=stop.latest(trainer))"
+        check_step(self._stop, trainer.global_step, call)
         warn_of_ranks(self._stop, trainer.world_size)
         _check_samplers(trainer.fit_loop)
         _load_late_states(trainer.fit_loop)
-        # A checkpoint counts the batch as ready before which it was saved, and which comes again.
-        loop: Any = trainer.fit_loop.epoch_loop
-        for progress in (loop.batch_progress.total, loop.batch_progress.current):
-            progress.ready = progress.completed
-        # Lightning adds the step of a save that comes before it counts: this one comes behind.
-        loop._batches_that_stepped -= loop.restarting
-        vars(loop)["_on_before_fetch"] = partial(self._before_fetch, trainer, loop._on_before_fetch)
+        self._mend_epoch_loop(trainer, trainer.fit_loop.epoch_loop)
         steps = trainer.estimated_stepping_batches
         self._total_steps = int(steps) if math.isfinite(steps) else None
         if self._frozen is not None:
             _freeze_again(pl_module, self._frozen)
         if trainer.fit_loop.restarted_mid_epoch:
-            loop = trainer.fit_loop
-            start_epoch = partial(_start_epoch_again, trainer, loop.on_advance_start)
-            vars(loop)["on_advance_start"] = start_epoch
+            start_epoch = partial(_start_epoch_again, trainer, trainer.fit_loop.on_advance_start)
+            vars(trainer.fit_loop)["on_advance_start"] = start_epoch
+
+    def _mend_epoch_loop(self, trainer: Trainer, loop: Any) -> None:
+        """Correct Lightning's counters for a save between two batches, and have the `loop` over an
+        epoch's batches call `_before_fetch`."""
+        # A checkpoint counts the batch as ready before which it was saved, and which comes again.
+        for progress in (loop.batch_progress.total, loop.batch_progress.current):
+            progress.ready = progress.completed
+        # Lightning adds the step of a save that comes before it counts: this save comes behind.
+        loop._batches_that_stepped -= loop.restarting
+        vars(loop)["_on_before_fetch"] = partial(self._before_fetch, trainer, loop._on_before_fetch)
 
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Add what is frozen to a checkpoint."""
-        checkpoint[FROZEN] = _frozen_parts(pl_module)
+        """Add the names of what is frozen to a checkpoint, under `FROZEN`."""
+        checkpoint[FROZEN] = _names_of_frozen(pl_module)
 
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Keep what the checkpoint says is frozen, for `on_train_start`."""
+        """Keep the checkpoint's names of what is frozen, for `on_train_start`."""
         self._frozen = checkpoint.get(FROZEN)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Have the epoch's fetcher call `_before_fetch`, too."""
+        """Have the epoch's fetcher call `_before_fetch` before its first batch, too."""
         # A loader that is made anew for the epoch has a new fetcher, which fetches before it
         # learns of the hook.
         fetcher: Any = trainer.fit_loop._data_fetcher
@@ -211,13 +210,13 @@ class StopCallback(Callback):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Reset the samplers' counts, and let Lightning step a ReduceLROnPlateau in a resumed epoch
         if all the metrics that it needs are there."""
-        # A sampler of torchdata with a state counts the samples of the last epoch until its first
-        # one, and a checkpoint of before would begin at the end of the new epoch.
+        # torchdata's sampler with a state keeps the count of the last epoch until its first sample:
+        # a checkpoint from before this sample would begin at the end of the new epoch.
         for sampler in _samplers_of(trainer.fit_loop):
             if hasattr(sampler, "yielded"):
                 sampler.yielded = 0
         # Lightning steps no ReduceLROnPlateau at the end of a resumed epoch, whose metrics may be
-        # of before. Those that are there are of now.
+        # from before the stop, and missing. Metrics that are there are from after it.
         configs = trainer.lr_scheduler_configs
         monitors = {config.monitor for config in configs if config.reduce_on_plateau}
         if monitors <= set(trainer.callback_metrics):
@@ -233,7 +232,7 @@ class StopCallback(Callback):
     ) -> None:
         """End the step, if the batch has ended one, and note whether a save is due; all ranks call
         it. Raises as `StopPoint.step`."""
-        self._is_amid = trainer.global_step == self._stop.position.step
+        self._is_amid = trainer.global_step == self._stop.position.step  # the batch ended no step
         if self._is_amid:
             beat()
             return
@@ -264,10 +263,11 @@ class StopCallback(Callback):
         if self._is_due and not self._is_amid and states is not None:
             self._is_due = False
             self._states.clear()
-            with self._stop.checkpoint() as folder, _replaced_states(trainer, states):
+            with self._stop.checkpoint() as folder, _replace_states(trainer, states):
                 trainer.save_checkpoint(folder / FILE)
 
     def on_validation_batch_end(self, *_: Any, **__: Any) -> None:
+        """Tell the watchdog that the process does not hang."""
         beat()
 
     def _before_fetch(self, trainer: Trainer, start_profiler: Callable[[], None]) -> None:
@@ -279,9 +279,9 @@ class StopCallback(Callback):
     def _keep_states(self, fetcher: Any) -> None:
         """Keep the states of the loaders before the next batch is fetched, if a save is due.
 
-        Lightning has fetched one batch more by then from a loader without a length: that one has no
-        state, and the save comes before the batch behind it. Keeping the states before every batch
-        would cost too much: they may hold a buffer of samples.
+        From a loader without a length Lightning has by then fetched one batch ahead. No states were
+        kept for that batch, so the save comes one batch later. Keeping the states before every
+        batch would cost too much: they may hold a buffer of samples.
         """
         loader = fetcher.combined_loader
         self._states[fetcher.fetched] = deepcopy(loader._state_dicts()) if self._is_due else None
@@ -318,7 +318,7 @@ def _check_samplers(loop: Any) -> None:
         )
 
 
-def _frozen_parts(module: LightningModule) -> dict[str, list[str]]:
+def _names_of_frozen(module: LightningModule) -> dict[str, list[str]]:
     """Return the names of the parameters that get no gradient, and of the BatchNorms that keep
     their statistics: a callback such as BaseFinetuning sets both, and its checkpoint has neither.
     """
@@ -332,7 +332,7 @@ def _frozen_parts(module: LightningModule) -> dict[str, list[str]]:
 
 
 def _freeze_again(module: LightningModule, frozen: dict[str, list[str]]) -> None:
-    """Freeze the parameters and BatchNorms that a checkpoint names, and unfreeze all others."""
+    """Freeze the parameters and BatchNorms that `frozen` names, and unfreeze all others."""
     for name, weight in module.named_parameters():
         weight.requires_grad_(name not in frozen["parameters"])
     for name, part in module.named_modules():
@@ -343,7 +343,7 @@ def _freeze_again(module: LightningModule, frozen: dict[str, list[str]]) -> None
 def _start_epoch_again(trainer: Trainer, start_epoch: Callable[[], None]) -> None:
     """Begin the rest of a resumed epoch by `start_epoch`, once, and call the hook of an epoch's
     start for the callbacks that need it (`SET_AT_EPOCH_START`): Lightning calls it for none."""
-    del vars(trainer.fit_loop)["on_advance_start"]
+    del vars(trainer.fit_loop)["on_advance_start"]  # this function, in place of the method
     start_epoch()
     for callback in vars(trainer)["callbacks"]:
         if _is_one_of(callback, SET_AT_EPOCH_START):
@@ -359,8 +359,8 @@ def _load_late_states(loop: Any) -> None:
 
 
 @contextmanager
-def _replaced_states(trainer: Trainer, states: list[dict[str, Any]]) -> Iterator[None]:
-    """Have Lightning save `states` of the loaders in place of their present ones."""
+def _replace_states(trainer: Trainer, states: list[dict[str, Any]]) -> Iterator[None]:
+    """Have Lightning save `states` of the loaders, in the block, instead of the present ones."""
     loader = vars(trainer.fit_loop)["_combined_loader"]
     vars(loader)["_state_dicts"] = lambda: states
     try:
@@ -387,8 +387,8 @@ def _is_one_of(callback: object, names: Set[str]) -> bool:
 
 
 def _is_before_long_step(trainer: Trainer, batch_idx: int) -> bool:
-    """Return whether the step behind the batch `batch_idx` of an epoch ends the epoch, or has a
-    validation behind it: a stop at that step would come only after the validation."""
+    """Return whether the step that follows the batch `batch_idx` of an epoch ends the epoch, or has
+    a validation after it: a stop at that step would come only after the validation."""
     batches = trainer.accumulate_grad_batches  # of the next step
     if batch_idx + 1 + batches >= trainer.num_training_batches:
         return True

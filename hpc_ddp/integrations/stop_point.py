@@ -1,4 +1,4 @@
-"""`StopPoint`: where a training that makes its own process group and checkpoints stops and saves.
+"""`StopPoint` stops and saves a training that makes its own process group and checkpoints.
 
 ::
 
@@ -50,17 +50,17 @@ from hpc_ddp.training.stops.signals import NONE, REASONS
 class StopPoint(Member):
     """Stops and saves at the same step on all ranks; made first, since it takes the signals.
 
-    All ranks call its methods, at the same steps. `position` has the steps done so far, `facts`
-    plain values that a checkpoint keeps and `latest` brings back. `format` names what the library
-    writes: another one's checkpoint is refused. The options are those of `hpc_ddp.training.start`:
-    `save_every` and `hang_after` in seconds, `save_every_steps` and `keep_every` in steps, each
-    None for never, and `keep_last`, a number of checkpoints. Making one takes over signals and
-    exceptions of the process; it raises UsageError for a wrong option or a wrong variable of the
-    launcher's, and ValueError outside of the main thread.
+    All ranks call its methods, at the same steps. `position` has the steps done so far; `facts` has
+    plain values, which a checkpoint keeps and `latest` brings back. `format` names the library that
+    writes the checkpoints: `latest` refuses one of another format. The options are those of
+    `hpc_ddp.training.start`: `save_every` and `hang_after` in seconds, `save_every_steps` and
+    `keep_every` in steps, each None for never, and `keep_last`, a number of checkpoints. Making one
+    takes over signals and exceptions of the process; it raises UsageError for a wrong option or a
+    wrong variable of the launcher's, and ValueError outside of the main thread.
     """
 
-    _own_names: frozenset[str] = frozenset()  # of files in a checkpoint that no library writes
-    _is_taken = False  # for the class: whether a training of this process has the run
+    _own_names: frozenset[str] = frozenset()  # of files that a subclass adds to a checkpoint
+    _is_taken = False  # of the class: True once a training of this process has the run
 
     def __init__(
         self,
@@ -81,13 +81,13 @@ class StopPoint(Member):
         )
         super().__init__(options)
         self.facts: dict[str, Any] = {}
-        self._own_facts: dict[str, Any] = {}  # as `facts`, of a subclass: apart from the script's
+        self._own_facts: dict[str, Any] = {}  # a subclass's, apart from the script's `facts`
         self._buckets = BucketOrders()
         self._format = format
         self._newest: Path | None = None
         self._decision = Decision()  # which `checkpoint` carries out
         self._is_open = self._is_restored = self._has_begun = self._is_over = False
-        self._has_asked = False  # the script, for the checkpoint to load
+        self._has_asked = False  # True once the script has called `latest`
         self._outer_error = OuterError()
 
     def latest(self) -> Path | None:
@@ -111,8 +111,8 @@ class StopPoint(Member):
         return newest
 
     def _open_once(self) -> None:
-        """Open the run, and take it for this process; later calls do nothing. Raise UsageError if
-        an earlier training of this process has the run; raises as `_open`."""
+        """Open the run, and mark it as taken for this process; later calls do nothing. Raise
+        UsageError if an earlier training of this process has the run; raises as `_open`."""
         if self._is_open:
             return
         if StopPoint._is_taken:  # its checkpoints would be taken for this one's
@@ -160,7 +160,7 @@ class StopPoint(Member):
 
     def begin(self) -> None:
         """Have rank 0 journal that the training begins, and start the clocks. Later calls do
-        nothing; each `step` makes one.
+        nothing; `step` calls it each time.
 
         Raises as `latest`, which it calls if the script has not; UsageError after `finish`, and
         where the run has a checkpoint and the script has not called `latest`.
@@ -190,8 +190,9 @@ class StopPoint(Member):
         wait_for_all: bool = False,
         **values: Any,
     ) -> bool:
-        """End an optimizer step, `number` of the run or (None) the next one; return whether all
-        ranks are to save now, by `checkpoint`: until they have, the next steps return True as well.
+        """End an optimizer step, and return whether all ranks are to save now, by `checkpoint`;
+        until they have, the next steps return True as well. `number` is the step's in the run, None
+        for the next.
 
         The journal gets `epoch`, `total_steps` of the run (None: not known), `samples` of all ranks
         in this step (0: not known) and rank 0's `values`: numbers, or tensors of one number; a
@@ -228,14 +229,14 @@ class StopPoint(Member):
 
     @contextmanager
     def checkpoint(self) -> Iterator[Path]:
-        """Give a folder for the library's files in the block, and have a thread publish it once the
-        block has ended on all ranks. Called after a `step`, whatever that returned.
+        """Yield a folder for the library's files, and have a thread publish it once the block has
+        ended on all ranks. Called after a `step`, whatever that returned.
 
-        At its begin it waits for the save before. At its end the training goes on while the thread
-        syncs the files and sums them up; an error of the disk in the thread is printed, and the
-        next save is due soon. Where the ranks are to stop, they wait for the thread, and the
-        process ends once all is saved; after a failed save it goes on, and the next `step` returns
-        True again. An error in the block comes through, and nothing is published.
+        On entry it waits for the save before. At the block's end the training goes on while the
+        thread syncs the files and computes their checksums; an error of the disk in the thread is
+        printed, and the next save is due soon. Where the ranks are to stop, they wait for the
+        thread, and the process ends once all is saved; after a failed save it goes on, and the next
+        `step` returns True again. An error in the block comes through, and nothing is published.
 
         Raises
         ------
@@ -273,8 +274,8 @@ class StopPoint(Member):
 
         The run is done when the script ends without an error: rank 0 journals that at its exit.
         Until then a new attempt begins at the last checkpoint. A second call does nothing, nor does
-        one on the way out of an exception (``finally``), a stop's among them. Raises as `begin`,
-        and HpcDdpError as `checkpoint`.
+        a call while an exception passes (in a ``finally``), the SystemExit of a stop among them.
+        Raises as `begin`, and HpcDdpError as `checkpoint`.
         """
         if self._is_over or self._outer_error.has_inner():
             return
@@ -288,7 +289,7 @@ class StopPoint(Member):
         if self._env.notice is None:
             self._notices.end(then_exit=False)
         if self.rank == 0:
-            atexit.register(self._journal_end)
+            atexit.register(self._journal_finished)
 
     def _open(self) -> None:
         """Open the run's folder, and make the parts that save, agree, time and journal, over two
@@ -314,14 +315,15 @@ class StopPoint(Member):
         self._checkpoints.library = self._format
         self._checkpoints.own_names = self._own_names
         self._checkpoints.syncs = self._info.local_rank == 0
-        bound = getattr(dist.group.WORLD, "bound_device_id", None)  # else the current one
+        bound = getattr(dist.group.WORLD, "bound_device_id", None)  # None: the current device
         device = bound or devices.current(self._info.local_rank) or devices.CPU
         self._make_metrics(self._prepare_decisions(self._checkpoints, device))
 
     def _make_controls(self) -> tuple[Control, Control]:
         """Return the channels of the training and of the thread that saves, with the ranks of
-        torch's default group, each over a new group. All ranks call it. Raise UsageError if the
-        default group is missing."""
+        torch's default group, each over a new group; a process without peers gets channels without
+        a group. All ranks call it. Raise UsageError if the default group of several ranks is
+        missing."""
         info = self._info
         if dist.is_initialized():
             info = replace(info, rank=dist.get_rank(), world_size=dist.get_world_size())
@@ -348,13 +350,13 @@ class StopPoint(Member):
         if self.rank == 0:
             self._say_stop()
             self._say_goodput()
-        leave_quickly()
+        leave_quickly()  # once the interpreter exits
         raise SystemExit(0)
 
-    def _journal_end(self) -> None:
-        """On rank 0, as the script ends: journal that the run is done if the exit code is 0, which
-        is not known here (`at_exit`), and print the goodput; nothing if a later attempt has begun.
-        Raise OSError where the attempts can't be listed."""
+    def _journal_finished(self) -> None:
+        """Journal, as the script ends on rank 0, that the run is done if the exit code is 0, which
+        is not known here (`at_exit`), and print the goodput; do nothing if a later attempt has
+        begun. Raise OSError where the attempts can't be listed."""
         if self.folder.is_newest(self._journal.attempt):
             within = self._env.is_within or None
             self._journal.write_surely(Finished(self.position.step, at_exit=True, within=within))
@@ -362,8 +364,8 @@ class StopPoint(Member):
 
 
 def check_step(stop: StopPoint, step: int, call: str) -> None:
-    """Raise UsageError where a training begins at another `step` than its run's checkpoint, or 0
-    without one; `call` is the hint: the call that begins there."""
+    """Raise UsageError where a training begins at another `step` than that of its run's checkpoint,
+    or 0 without one. `call` is the hint: the call that begins there."""
     if step != stop.position.step:
         raise UsageError(
             f"the training begins at step {step}; accepted: {stop.position.step}, that of the"
@@ -373,8 +375,8 @@ def check_step(stop: StopPoint, step: int, call: str) -> None:
 
 
 def warn_of_ranks(stop: StopPoint, ranks: int) -> None:
-    """Print a warning, on rank 0, where another number of ranks has done the steps so far; note
-    `ranks` in the facts of the checkpoints."""
+    """Print a warning on rank 0 if another number of ranks has done the steps so far. Write
+    `ranks`, the present number, into the facts of the checkpoints."""
     before = stop.facts.get("ranks", ranks)
     if before != ranks:
         stop._say(

@@ -29,11 +29,7 @@ from hpc_ddp.integrations.epochs import (
     put_states,
     states_of,
 )
-from hpc_ddp.integrations.stop_point import (
-    StopPoint,
-    check_step,
-    warn_of_ranks,
-)
+from hpc_ddp.integrations.stop_point import StopPoint, check_step, warn_of_ranks
 from hpc_ddp.training.data.iterable import set_epoch
 from hpc_ddp.training.process.hang_watchdog import beat
 from hpc_ddp.training.telemetry.metrics import RESERVED
@@ -81,7 +77,8 @@ class StopCallback(TrainerCallback):
         before ``train``.
 
         With a checkpoint it sets ``restore_callback_states_from_checkpoint`` of the Trainer's
-        arguments. Raises as `StopPoint.latest`.
+        arguments, and reads the states of this rank's generators, if as many ranks have saved it,
+        for `on_epoch_begin`. Raises as `StopPoint.latest`.
         """
         self._trainer = trainer
         folder = self._stop.latest()
@@ -139,7 +136,8 @@ class StopCallback(TrainerCallback):
         logs: dict[str, Any] | None = None,
         **_: Any,
     ) -> None:
-        """Keep the numbers in the Trainer's logs for the journal, as the next step ends."""
+        """Keep the numbers in the Trainer's logs for the journal, which gets them as the next step
+        ends, and tell the watchdog that the process does not hang."""
         beat()
         numbers = {
             name: entry
@@ -149,6 +147,7 @@ class StopCallback(TrainerCallback):
         self._values |= numbers
 
     def on_prediction_step(self, *_: Any, **__: Any) -> None:
+        """Tell the watchdog that the process does not hang."""
         beat()
 
     def on_step_end(
@@ -171,8 +170,8 @@ class StopCallback(TrainerCallback):
 
     def _save_if_due(self, args: TrainingArguments) -> None:
         """Have the Trainer save into the run's folder, if that is due, and stop where the ranks are
-        to. Meanwhile `args` have other values than for a checkpoint of the Trainer's own. Raises as
-        `StopPoint.checkpoint`; errors of the Trainer's save come through."""
+        to. During the save some of `args` have other values than for a checkpoint of the Trainer's
+        own. Raises as `StopPoint.checkpoint`; errors of the Trainer's save come through."""
         if not self._is_due or self._trainer is None:
             return
         self._is_due = False
@@ -196,9 +195,9 @@ def _check_loader(loader: Any, ranks: int) -> None:
     """Raise UsageError for a loader on several ranks that can't skip what is done: that of
     ``dispatch_batches``, unless it reads a stream, or splits batches of which none is short.
 
-    With it rank 0 reads a batch for each rank, and a resumed Trainer skips one batch for all of
-    them. With ``split_batches`` the Trainer skips the right ones, but fills a short last batch from
-    the first one behind those.
+    With ``dispatch_batches`` rank 0 reads a batch for each rank, while a resumed Trainer skips one
+    batch for all of them. With ``split_batches``, too, the Trainer skips the right batches, but
+    fills a short last batch from the first batch behind the skipped ones.
     """
     if (
         not isinstance(loader, DataLoaderDispatcher)
@@ -217,9 +216,9 @@ def _check_loader(loader: Any, ranks: int) -> None:
 
 
 def _set_epochs(loader: Any, epoch: int) -> None:
-    """Tell the loader's samplers their epoch, from which they draw their order. The Trainer does
-    the same, but a resumed one only for a loader around this one that skips what is done, and so
-    not for these samplers."""
+    """Tell the loader's samplers their epoch, from which they draw their order. The Trainer tells
+    them, too, but not in a resumed epoch: there it tells only those of a new loader around this
+    one, which skips what is done."""
     shard = getattr(loader, "batch_sampler", None)
     set_epoch(loader, epoch)
     set_epoch(getattr(shard, "batch_sampler", None), epoch)

@@ -20,7 +20,7 @@ from hpc_ddp.core.process import (
     SHOW_STACKS,
     STACKS,
     children_by_parent,
-    handles,
+    handles_signal,
     is_memory_file,
     live_pid,
     may_hide,
@@ -116,7 +116,7 @@ def stacks(pid: int) -> None:
     if py_spy and subprocess.run([py_spy, "dump", "--pid", str(pid)]).returncode == 0:
         return
     stacks_file = _stacks_file(pid)
-    if stacks_file is None or not handles(pid, SHOW_STACKS):
+    if stacks_file is None or not handles_signal(pid, SHOW_STACKS):
         why = "py-spy may not look at it" if py_spy else f"there is no py-spy beside {python}"
         raise HpcDdpError(
             f"{why}, and a script that has not called hpc_ddp's start can't tell by itself",

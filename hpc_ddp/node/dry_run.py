@@ -30,7 +30,7 @@ from hpc_ddp.core.job.attempt_folder import AttemptFolder
 from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.job.slurm_values import array_indexes
 from hpc_ddp.core.job.sweep import trial_args
-from hpc_ddp.core.job.task_folder import task_of
+from hpc_ddp.core.job.task_folder import make_task
 from hpc_ddp.core.job.trackers import tracker_env
 from hpc_ddp.core.journal.enums import Action, Cause
 from hpc_ddp.core.journal.events import Started
@@ -287,7 +287,7 @@ def _sweep(run: RunFolder, spec: JobSpec, command: list[str]) -> int:
     Return the first exit code that is not 0, else 0; that of a marked task is `CAN_GO_ON`. Where a
     notice, or the mark ``cancelled`` of the whole sweep, keeps the next task from starting, return
     the highest code so far, or `CAN_GO_ON` if that is 0. An error ends the sweep. Raises as
-    `DryRun.attempt` and `task_of`.
+    `DryRun.attempt` and `make_task`.
     """
     run.journal("batch").write(Started(**process.identity()))
     codes = [0]
@@ -296,7 +296,7 @@ def _sweep(run: RunFolder, spec: JobSpec, command: list[str]) -> int:
         run.task(index).cancelled.unlink(missing_ok=True)  # of an earlier start
     before: DryRun | None = None
     for index in indexes:
-        task = task_of(run, index)
+        task = make_task(run, index)
         if task.finished():
             continue
         words = trial_args(trials[index], spec.args)

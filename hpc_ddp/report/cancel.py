@@ -25,8 +25,8 @@ from hpc_ddp.live_jobs import (
     describe_job,
     describe_work,
     ended_jobs,
+    has_ended_for_good,
     is_of_another_run,
-    leaves_nothing,
     process_of,
     read_queue,
 )
@@ -66,7 +66,7 @@ def cancel(run: RunFolder) -> None:
     unclear = [part.unclear for part in parts if part.unclear]
     if run.is_task:
         jobs = _jobs_of_task(run, jobs)
-    queue = Queue(slurm.queue(is_patient=True)) if jobs else read_queue()
+    queue = Queue(slurm.list_jobs(is_patient=True)) if jobs else read_queue()
     targets, unclear_jobs = _live_jobs(run, jobs, ended, queue)
     unclear += unclear_jobs
     if targets:
@@ -85,7 +85,7 @@ def _is_done(run: RunFolder) -> bool:
     events = run.events()
     is_done = is_finished(events)
     if is_done and (
-        leaves_nothing(events) or describe_work(run, read_queue(), guesses=False) is None
+        has_ended_for_good(events) or describe_work(run, read_queue(), guesses=False) is None
     ):
         raise UsageError(f"run {run.path} is finished", hint=f"hpc-ddp status {run.quoted}")
     return is_done
@@ -137,7 +137,7 @@ def _cancel_jobs(run: RunFolder, jobs: Sequence[JobRef], is_marked: bool) -> lis
                 slurm.forbid_requeue(job)
     slurm.cancel(jobs)
     for _ in range(QUEUE_LOOKS):
-        queue = Queue(slurm.queue())
+        queue = Queue(slurm.list_jobs())
         live = [job for job in jobs if queue.life(job, run) is Life.LIVE]
         if not live:
             break

@@ -24,7 +24,7 @@ from hpc_ddp.core.console.units import byte_count, duration, plural
 from hpc_ddp.core.errors import HpcDdpError, UsageError
 from hpc_ddp.core.file_io import ROOT
 from hpc_ddp.core.file_owners import check_folder, other_owner
-from hpc_ddp.core.job.trackers import mlflow_id, sync_commands
+from hpc_ddp.core.job.trackers import mlflow_id_file, sync_commands
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.core.run_index import all_runs, unlink_jobs
 from hpc_ddp.live_jobs import Queue, describe_work, read_queue
@@ -254,7 +254,7 @@ def _has_results(run: RunFolder) -> bool:
     task's journal can't be read."""
     tasks = {task.path.name for task in run.tasks()}
     names = {path.name for path in run.path.iterdir()} - RUN_ENTRIES - tasks
-    of_mlflow = mlflow_id(run).name  # the id may have an attempt's number behind it
+    of_mlflow = mlflow_id_file(run).name  # the id may have an attempt's number behind it
     is_ours = all(name.startswith(of_mlflow) or _HIDDEN.fullmatch(name) for name in names)
     return not is_ours or (run.is_task and run.finished())
 

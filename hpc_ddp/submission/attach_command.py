@@ -80,7 +80,7 @@ def command(
     entry = container.entry(spec, run.whole, run.whole / "code")
     inner = spec.container or spec.image
     start = [spec.python] if inner else ["sh", "-c", _PYTHON, "sh", sys.executable, spec.python]
-    step = ["srun", *slurm.at_cluster(job), f"--jobid={job.id}", "--overlap"]
+    step = ["srun", *slurm.cluster_option(job), f"--jobid={job.id}", "--overlap"]
     step += [f"--nodelist={pid_file.parent.name}", "--nodes=1", "--ntasks=1"]
     if terminal:
         step.append("--pty")

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hpc_ddp.core.accelerators import SHOW_DEVICES, VENDORS, device_files, visible
+from hpc_ddp.core.accelerators import SHOW_DEVICES, VENDORS, device_files, listed_devices
 from hpc_ddp.core.attempt_env import allocation_env
 from hpc_ddp.core.errors import HpcDdpError, UsageError
 from hpc_ddp.core.journal.events import PreflightEnded
@@ -99,7 +99,7 @@ def devices_here() -> int:
     """Return how many accelerators this machine has, of the vendor with most; 0 without any. Those
     that a variable of this process hides (as CUDA_VISIBLE_DEVICES) do not count."""
     counts = [
-        min([count, *visible(VENDORS[name], os.environ).values()])
+        min([count, *listed_devices(VENDORS[name], os.environ).values()])
         for name, count in device_files().items()
     ]
     return max(counts, default=0)

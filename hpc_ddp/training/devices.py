@@ -52,7 +52,7 @@ def is_accelerator(device: torch.device) -> bool:
 def usable() -> torch.device | None:
     """Return the kind of accelerator to train on, without an index; None where the run is to train
     on the CPU."""
-    device: torch.device | None = accelerators.usable(torch)
+    device: torch.device | None = accelerators.usable_accelerator(torch)
     return device
 
 
@@ -119,7 +119,7 @@ def default_backend(device: torch.device) -> str:
 
 def carries(backend: str, device: torch.device) -> bool:
     """Return whether a backend sends a device's tensors, as far as torch knows of it."""
-    return accelerators.carries(torch, backend, device.type)
+    return accelerators.backend_carries(torch, backend, device.type)
 
 
 def bound(backend: str, device: torch.device) -> dict[str, Any]:
@@ -347,7 +347,7 @@ def choose_devices(info: DistEnv, per_worker: int = 1) -> list[torch.device]:
 def _refuse_unseen() -> None:
     """Raise HpcDdpError where torch sees no device, and there are some that nothing hides: a run
     would train on CPUs without a word, as torch raises no error for a driver that fails."""
-    expected = accelerators.expected(os.environ)
+    expected = accelerators.expected_devices(os.environ)
     if not expected or torch.accelerator.current_accelerator(check_available=True) is not None:
         return
     vendor, files = max(expected.items(), key=lambda item: item[1])

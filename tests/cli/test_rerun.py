@@ -15,7 +15,7 @@ import pytest
 
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.job.options import JobSpec
-from hpc_ddp.core.job.task_folder import task_of
+from hpc_ddp.core.job.task_folder import make_task
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.core.run_index import all_runs
 from hpc_ddp.live_jobs import Queue
@@ -126,7 +126,7 @@ def begun(folder: Path, **said: Any) -> RunFolder:
 
 def test_of_a_sweep_all_or_one_point(again: Callable[..., PreparedRun], tmp_path: Path) -> None:
     sweep = begun(tmp_path, args=["--steps", "5"], sweep={"lr": ["1", "2"]}, array="0-1%3")
-    one = again(task_of(sweep, 1)).spec
+    one = again(make_task(sweep, 1)).spec
     assert (one.args, one.sweep, one.array) == (("--steps", "5", "--lr=2"), {}, None)
     told = json.loads(sweep.job_json.read_text())
     sweep.job_json.write_text(json.dumps(told | {"array": "1%3"}))  # gone on with that alone
@@ -136,7 +136,7 @@ def test_of_a_sweep_all_or_one_point(again: Callable[..., PreparedRun], tmp_path
         again(sweep, lr="3")
     array = begun(tmp_path, array="2,5%2")
     assert again(array).spec.array == "2,5%2"
-    assert again(task_of(array, 5)).spec.array == "5"  # the script asks for its index
+    assert again(make_task(array, 5)).spec.array == "5"  # the script asks for its index
 
 
 def one_and_two() -> list[dict[str, str]]:

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from test_dry_run import SCRIPTS, DryRun
 
-from hpc_ddp.core.job.trackers import mlflow_id
+from hpc_ddp.core.job.trackers import mlflow_id_file
 from hpc_ddp.core.run_folder import RunFolder
 from tests.trackers import mlflow_server, recorded_at, recorded_offline
 from tests.waiting import LIMIT_S, pid_in, wait_until
@@ -110,7 +110,7 @@ def test_mlflow_has_one_run(tmp_path: Path, mlflow_url: str, script: str) -> Non
     runs = recorded_at(mlflow_url)
     assert len(runs) == 1, printed
     (recorded,) = runs.items()
-    assert recorded == (mlflow_id(RunFolder(run)).read_text().strip(), STEPS[script])
+    assert recorded == (mlflow_id_file(RunFolder(run)).read_text().strip(), STEPS[script])
     assert "recorded offline" not in printed
     assert not files_with(SECRET, tmp_path / "cwd")
     logs = run / "logs" / "attempt-2" / "local-0"

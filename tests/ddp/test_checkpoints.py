@@ -16,7 +16,7 @@ import pytest
 from crews import ends, ends_whole_and_stopped
 from safetensors import safe_open
 
-from hpc_ddp.core.checkpoints import health, set_aside
+from hpc_ddp.core.checkpoints import set_aside, verify_all
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.training.checkpoint.restore import open_checkpoint
 from hpc_ddp.training.export import export
@@ -203,7 +203,7 @@ def test_the_best_stays_and_ends_the_run_early(crew: Any, tmp_path: Path) -> Non
     output = crew.go(2, *common)
     assert output.count("STALE") == 1
     assert [event["step"] for event in crew.events("finished")] == [20]
-    rows = health(crew.run.checkpoints)
+    rows = verify_all(crew.run.checkpoints)
     assert [(row.name, row.best) for row in rows if not row.problem] == [
         ("step-10", True),
         ("step-15", False),

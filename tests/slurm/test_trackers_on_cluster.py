@@ -11,7 +11,7 @@ import pytest
 from cluster import Cluster
 from harness import SCRIPTS, TWO_BY_ONE, Hpc, Job, use
 
-from hpc_ddp.core.job.trackers import mlflow_id
+from hpc_ddp.core.job.trackers import mlflow_id_file
 from tests.trackers import mlflow_server, recorded_at, recorded_offline
 
 STEPS = [*range(1, 13)]
@@ -64,5 +64,5 @@ def test_mlflow_has_one_run(hpc: Hpc, cluster: Cluster, tmp_path: Path) -> None:
 
         job = hpc.submit(*words, env={"MLFLOW_TRACKING_URI": url, "MLFLOW_EXPERIMENT_NAME": "x"})
         play_three_attempts(job, steps)
-        assert recorded_at(url) == {mlflow_id(job.run).read_text().strip(): STEPS}
+        assert recorded_at(url) == {mlflow_id_file(job.run).read_text().strip(): STEPS}
     assert "recorded offline" not in job.output()

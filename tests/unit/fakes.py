@@ -68,7 +68,7 @@ class Slurm:
 
 
 def squeue_rows(text: str) -> str:
-    """Return rows of squeue as `slurm.queue` reads them, from rows with ``|`` and without names
+    """Return rows of squeue as `slurm.list_jobs` reads them, from rows with ``|`` and without names
     and tasks."""
     rows = [line.split("|", 7) for line in text.splitlines()]
     full = [[*row[:2], "N/A", *row[2:6], "name", *row[6:]] for row in rows]

@@ -10,7 +10,7 @@ import pytest
 
 from hpc_ddp.core import process
 from hpc_ddp.core.errors import HpcDdpError, UsageError
-from hpc_ddp.core.job.job_ref import JobRef, distinct
+from hpc_ddp.core.job.job_ref import JobRef, remove_duplicates
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.live_jobs import (
     Life,
@@ -43,7 +43,7 @@ def test_a_job_is_its_cluster_and_its_id() -> None:
     assert here.is_same(unknown)
     assert unknown.is_same(there)
     assert not here.is_same(JobRef("8", "here"))
-    assert distinct([unknown, here, there, here]) == [here, there]
+    assert remove_duplicates([unknown, here, there, here]) == [here, there]
     assert [JobRef.parse(str(job)) for job in (here, unknown)] == [here, unknown]
 
 

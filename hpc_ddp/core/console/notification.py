@@ -1,4 +1,4 @@
-"""Messages that reach a user away from the terminal: by mail, to a webhook, or by a command.
+"""Sends messages that reach a user away from the terminal: by mail, to a webhook, or by a command.
 
 The addresses stay in a file of the user's, which is read when a message is sent: no script, journal
 or command line of a job has them.
@@ -83,8 +83,8 @@ def read_addresses(path: Path) -> Addresses:
 
 def send(addresses: Addresses, subject: str, text: str) -> list[str]:
     """Send a message by all ways at the same time, and wait for the outcomes, `LIMIT_S` at most.
-    Return the ways that failed, each with the reason, as ``webhook: HTTP 404``; [] where none has
-    failed. No reason has an address in it. Nothing is raised.
+    Return the ways that failed, sorted, each with the reason, as ``webhook: HTTP 404``; [] where
+    none has failed. No reason has an address in it. Nothing is raised.
 
     Each way has a thread. A way without an outcome after `LIMIT_S` has failed; its thread may go
     on.
@@ -115,8 +115,8 @@ def send(addresses: Addresses, subject: str, text: str) -> list[str]:
 
 
 def _mail(address: str, subject: str, text: str) -> str:
-    """Hand a mail to sendmail, which reads the address from the mail; return why that failed, else
-    "". Raise OSError where sendmail can't be started."""
+    """Hand a mail to sendmail, which reads the address from the mail; return why that failed, '' if
+    it did not. Raise OSError where sendmail can't be started."""
     program = shutil.which("sendmail", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/lib")
     if program is None:
         return "no sendmail on this node (Slurm sends mail itself: --mail-type END)"
@@ -130,9 +130,9 @@ def _mail(address: str, subject: str, text: str) -> str:
 
 
 def _post(url: str, text: str) -> str:
-    """Post a text as JSON; return why the server refuses it or can't be reached, else "". Raise
-    OSError where the server's answer breaks off or takes longer than `LIMIT_S`; ValueError or
-    HTTPException for a URL or an answer that is malformed."""
+    """Post a text as JSON; return why the server refuses it or can't be reached, '' if it took the
+    text. Raise OSError where the server's answer breaks off or takes longer than `LIMIT_S`;
+    ValueError or HTTPException for a URL or an answer that is malformed."""
     import urllib.error
     import urllib.request
 
@@ -151,8 +151,8 @@ def _post(url: str, text: str) -> str:
 
 def _run(argv: list[str], text: str, subject: str) -> str:
     """Run a program with a text on its stdin and the subject as ``HPC_DDP_SUBJECT``, and wait for
-    its end; return why it failed, else "". After `KILL_S` the program and its children are killed.
-    Raise OSError where it can't be started."""
+    its end; return why it failed, '' if it did not. After `KILL_S` the program and its children are
+    killed. Raise OSError where it can't be started."""
     with subprocess.Popen(
         argv,
         stdin=subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""A line of progress for what takes more than a second: on a terminal, and nowhere else.
+"""Shows the progress of what takes more than a second: on a terminal, and nowhere else.
 
 Standard library only: the login node and the workers show it.
 """
@@ -9,7 +9,7 @@ import shutil
 import sys
 import time
 
-PATIENCE_S = 1.0  # what is done by then needs no bar
+PATIENCE_S = 1.0  # before the bar appears
 REDRAW_S = 0.1
 BAR_WIDTH = 30  # of the bar, in characters
 
@@ -63,6 +63,6 @@ class ProgressBar:
         return f"{self._title} {'━' * full}{'─' * (BAR_WIDTH - full)} {share:.0%}"
 
     def _put(self, text: str) -> None:
-        """Replace the terminal's last line by a text; '' removes it."""
+        """Replace the last line of the terminal, stderr, by a text; '' removes it."""
         sys.stderr.write(f"\r\x1b[K{text}")
         sys.stderr.flush()

@@ -17,7 +17,7 @@ def printable(text: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """Return a text `printable`, with a blank for each end of a line and each tab: a name or a
+    """Return a text `printable`, with a blank for each end of a line and each tab: so a name or a
     reason of another user's run can't look like a line of its own."""
     return printable(re.sub(r"[\t\n]", " ", text))
 

@@ -7,13 +7,15 @@ import re
 
 from hpc_ddp.core.errors import UsageError
 
+# A unit, its size in seconds, and the amount below which it is used.
 _TIMES = (("s", 1.0, 119.5), ("min", 60.0, 119.5), ("h", 3600.0, 47.5), ("d", 86400.0, math.inf))
-# With the count from which on each counts: less is not rounded to 1000 of the unit below.
+# A unit, its size in bytes, and the count from which it is used: 999.95 MB would round to 1000.0.
 _BYTES = (("TB", 1e12, 999.95e9), ("GB", 1e9, 999.95e6), ("MB", 1e6, 999.95e3), ("kB", 1e3, 999.5))
 
 
 def duration(seconds: float) -> str:
-    """Return a time span in one unit: ``4.2 s``, ``75 s``, ``2.5 min``, ``30 h``, ``5.0 d``."""
+    """Return a time span in one unit, with a decimal below 9.95: ``4.2 s``, ``75 s``, ``2.5 min``,
+    ``30 h``, ``5.0 d``."""
     units = ((unit, size) for unit, size, most in _TIMES if seconds < most * size)
     unit, size = next(units, ("d", 86400.0))
     amount = seconds / size
@@ -37,7 +39,7 @@ def byte_count(count: float) -> str:
 
 
 def speed(megabytes_per_s: float) -> str:
-    """Return a transfer speed: ``850 MB/s``, ``12.4 GB/s``."""
+    """Return a transfer speed, given in MB/s: ``850 MB/s``, ``12.4 GB/s``."""
     if megabytes_per_s >= 999.5:
         return f"{megabytes_per_s / 1000:.1f} GB/s"
     return f"{megabytes_per_s:.3g} MB/s"
@@ -62,7 +64,8 @@ def plural(count: int, noun: str) -> str:
 
 
 def parse_age(text: str) -> float:
-    """Return the seconds of ``30d``, ``12h`` or ``4w``; raise UsageError for another form."""
+    """Return the seconds of ``30d``, ``12h`` or ``4w``; raise UsageError, which names
+    ``--older-than``, for another form."""
     match = re.fullmatch(r"(\d{1,6})([hdw])", text, re.A)
     if not match:
         raise UsageError(

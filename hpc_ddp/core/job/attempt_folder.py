@@ -1,4 +1,4 @@
-"""Paths of one attempt of a run, and of one node in it."""
+"""The paths of one attempt of a run, and of one node in it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ class NodeFolder:
 
     @property
     def notice(self) -> Path:
-        """The file in which the supervisor, and it alone, states that a signal is a notice."""
+        """The file by which the supervisor, and no other process, states that a signal is a
+        notice."""
         return self.path / f"notice{self._task}"
 
     @property
@@ -41,8 +42,8 @@ class NodeFolder:
 
     @property
     def printed(self) -> Path:
-        """The file of how the logs grow: lines of unix seconds, a rank, and the bytes of its log by
-        then."""
+        """The file that shows how the logs grow: its lines have unix seconds, a rank, and the bytes
+        of the rank's log at that time."""
         return self.path / f"printed{self._task}"
 
     @property
@@ -58,13 +59,13 @@ class NodeFolder:
 
     def pids(self) -> list[Path]:
         """Return the files with the process ids of the workers that have started, with a `rank`
-        only that worker's; [] before. Raise OSError where the folder is gone, as one that a user
-        has removed, or can't be listed: workers may run then."""
+        only this worker's; [] before the first start. Raise OSError where the folder can't be
+        listed, or is gone, as after a user has removed it: workers may run then."""
         pattern = f"rank-{'*' if self.rank is None else self.rank}.pid"
         return [self.path / name for name in fnmatch.filter(os.listdir(self.path), pattern)]
 
     def records(self) -> list[Path]:
-        """Return the files in which the node's tasks have recorded their ends so far, by name; []
+        """Return the files by which the node's tasks have recorded their ends so far, by name; []
         where the folder can't be listed."""
         return [self.path / name for name in self.names("record", ".json")]
 
@@ -163,7 +164,7 @@ class AttemptFolder:
 
     @property
     def staged(self) -> set[str]:
-        """The words for the kinds of copies of ``--stage`` from which a Python of the attempt has
+        """The words for the kinds of copies of ``--stage`` from which Pythons of the attempt have
         started: ``staged-memory``, ``staged-disk``. Raises OSError where the folder can't be
         listed."""
         return {name for name in list_names(self.path) if name.startswith("staged-")}
@@ -174,21 +175,21 @@ class AttemptFolder:
         return self.path / "port-taken"
 
     def node(self, name: str, rank: int | None = None) -> NodeFolder:
-        """Return the folder of a node; with `rank` that of the Slurm task of this worker, None: of
-        the supervisor of all. Nothing is made on disk."""
+        """Return the folder of a node; with `rank` the one for the Slurm task of this worker, with
+        None for the supervisor of all workers. Nothing is made on disk."""
         return NodeFolder(self.path / name, rank)
 
     def nodes(self) -> list[NodeFolder]:
         """Return the folders of the nodes so far, by name; raise OSError where they can't be
         listed."""
-        with os.scandir(self.path) as entries:  # which says without a look at each what it is
+        with os.scandir(self.path) as entries:  # it knows which are folders, without a look at each
             names = sorted(entry.name for entry in entries if entry.is_dir())
         return [self.node(name) for name in names]
 
     def records(self) -> list[dict[str, Any]]:
-        """Return what the nodes, or their Slurm tasks, have recorded of their ends so far. A record
-        that is damaged, can't be read or has no exit ``code`` is left out. Raise OSError where the
-        nodes can't be listed."""
+        """Return the records by which the nodes, or their Slurm tasks, have noted their ends so
+        far. A record that is damaged, can't be read or has no exit ``code`` is left out. Raise
+        OSError where the nodes can't be listed."""
         nodes = self.nodes()
         with ThreadPoolExecutor(READER_THREADS) as pool:  # a thousand files take seconds in a row
             records = [record for of_node in pool.map(_records_of, nodes) for record in of_node]

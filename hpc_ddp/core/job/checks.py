@@ -1,4 +1,4 @@
-"""The checks of a `JobSpec`: each refuses a value with what is accepted, and a hint."""
+"""The checks of a `JobSpec`: each raises an error with what is accepted, and a hint."""
 
 from __future__ import annotations
 
@@ -66,15 +66,16 @@ _MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
 def check(spec: JobSpec) -> None:
-    """Check all values of a job, which have the types of their fields; a value of another type may
-    raise any error. Raise UsageError for the first bad one."""
+    """Raise UsageError for the first bad value of a job. The values have the types of their fields;
+    a value of another type may raise any error."""
     _check_texts(spec)
     _check_python(spec.python)
     _check_nodes(spec.nodes)
-    for item in fields(spec):
-        content = getattr(spec, item.name)
-        if "option" in item.metadata and not (content is None and item.default is None):
-            item.metadata["option"].check(key_of(item), content)
+    for declared in fields(spec):
+        content = getattr(spec, declared.name)
+        is_unset = content is None and declared.default is None
+        if "option" in declared.metadata and not is_unset:
+            declared.metadata["option"].check(key_of(declared), content)
     _check_notation(spec)
     _check_names(spec)
     if spec.gpus_per_node is not None and not GPUS.fullmatch(spec.gpus_per_node):
@@ -258,7 +259,7 @@ def _check_container(spec: JobSpec) -> None:
 def _check_torchrun(spec: JobSpec) -> None:
     """Check raw options of torchrun, restarts, and ``--elastic``. Raise UsageError for settings
     that exclude each other, for an option of another form than ``--name`` or ``--name=value``, and
-    for one that hpc-ddp sets itself, also where a beginning of its name is given."""
+    for an option that hpc-ddp sets itself, also where only the beginning of its name is given."""
     if spec.launcher != "torchrun" and (spec.torchrun or spec.restarts or spec.elastic):
         raise UsageError(
             "without torchrun there are no --max-restarts, --elastic and --torchrun",
@@ -278,7 +279,7 @@ def _check_torchrun(spec: JobSpec) -> None:
             )
         name = match["name"].replace("_", "-")
         for settled, ours in TORCHRUN_SETTLED.items():
-            if settled.startswith(name) or name.startswith("rdzv-"):  # torchrun takes beginnings
+            if settled.startswith(name) or name.startswith("rdzv-"):  # a beginning, or any rdzv-
                 raise UsageError(
                     f"torchrun option --{name} is set by hpc-ddp; accepted: others of torchrun's",
                     hint=f"in its place: {ours}",
@@ -314,11 +315,11 @@ def _check_texts(spec: JobSpec) -> None:
             )
     for text in _texts_in([getattr(spec, item.name) for item in fields(spec)]):
         if "\0" in text or not _is_unicode(text):
-            is_read_wrong = _is_unicode(os.fsencode(text).decode(errors="surrogateescape"))
+            is_locale_wrong = _is_unicode(os.fsencode(text).decode(errors="surrogateescape"))
             raise UsageError(
                 f"{text!r} holds a NUL or bytes that are no UTF-8, which a script can't",
                 hint="export LC_ALL=C.UTF-8: this shell's locale knows ASCII alone"
-                if is_read_wrong and "\0" not in text
+                if is_locale_wrong and "\0" not in text
                 else "rename it, or leave those characters out",
             )
 

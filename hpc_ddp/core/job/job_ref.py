@@ -1,4 +1,4 @@
-"""`JobRef`: a job of Slurm by id and cluster."""
+"""`JobRef` names a job of Slurm by id and cluster."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from dataclasses import dataclass
 class JobRef:
     """A job of Slurm. Its id alone names no job: clusters that share a disk number theirs alike.
 
-    `cluster` is ``name@host:port``, where host and port are the controller's, since clouds give all
-    of their clusters one name. It is ``name`` where only that is known, as of a job sent to another
-    cluster; or ''.
+    `cluster` is ``name@host:port``, with the controller's host and port, since clouds give all of
+    their clusters one name. It is ``name`` where only the name is known, as of a job sent to
+    another cluster; or ''.
     """
 
     id: str
@@ -26,24 +26,25 @@ class JobRef:
 
     @classmethod
     def of(cls, job_id: str | None, cluster: str | None) -> JobRef | None:
-        """Return the job that an event or an ``attempt.json`` names; None where it names none."""
+        """Return the job that an event or an ``attempt.json`` names by these two values; None
+        without an id."""
         return cls(job_id, cluster or "") if job_id else None
 
     def __str__(self) -> str:
         return f"{self.id};{self.cluster}" if self.cluster else self.id
 
     def task(self, index: int) -> JobRef:
-        """Return the task of an index of this job, which is an array."""
+        """Return the task `index` of this job, which is an array: ``ID_INDEX``."""
         return JobRef(f"{self.id}_{index}", self.cluster)
 
     @property
     def cluster_name(self) -> str:
-        """The name of its cluster, as ``--clusters`` takes it; '' where it is not known."""
+        """The name of the job's cluster, as ``--clusters`` takes it; '' where it is not known."""
         return self.cluster.partition("@")[0]
 
     def is_of(self, cluster: str) -> bool:
-        """Return whether this may be a job of `cluster`, a text as in the class. Where one of the
-        two lacks a name or a controller, that counts as equal: '' may be any cluster."""
+        """Return whether this may be a job of `cluster`, a text as in the class. A name or a
+        controller that is missing on one side counts as equal: '' may be any cluster."""
         name, _, controller = self.cluster.partition("@")
         cluster_name, _, its_controller = cluster.partition("@")
         if not name or not cluster_name:
@@ -52,19 +53,19 @@ class JobRef:
         return name == cluster_name and len(controllers) < 2
 
     def is_of_namesake(self, cluster: str) -> bool:
-        """Return whether this job is of another cluster than `cluster`, one that has the same name
-        and another controller."""
+        """Return whether this job is of another cluster than `cluster` that has the same name, but
+        another controller."""
         is_namesake = self.cluster_name == JobRef("", cluster).cluster_name
         return is_namesake and not self.is_of(cluster)
 
     def is_same(self, job: JobRef) -> bool:
-        """Return whether both may be one job: the id is equal, and the cluster's name where both
-        have one. Its controller may have moved to another host."""
+        """Return whether this and `job` may be one job: the ids are equal, and the clusters' names
+        where both are known. Controllers are not compared: one may have moved to another host."""
         names = {self.cluster_name, job.cluster_name} - {""}
         return self.id == job.id and len(names) < 2
 
     def is_vaguer_than(self, job: JobRef) -> bool:
-        """Return whether this and `job` may be one job, and `job` says more of the cluster."""
+        """Return whether this and `job` may be one job, and `job` tells more of the cluster."""
         return self != job and self.is_same(job) and job.cluster.startswith(self.cluster)
 
     def is_among(self, jobs: Iterable[JobRef]) -> bool:
@@ -72,9 +73,9 @@ class JobRef:
         return any(map(self.is_same, jobs))
 
 
-def distinct(jobs: Iterable[JobRef]) -> list[JobRef]:
-    """Return each job once, in their order; the first of equal jobs stays. A job is left out where
-    another one of its id says more of the cluster."""
+def remove_duplicates(jobs: Iterable[JobRef]) -> list[JobRef]:
+    """Return each job once, in the order of their first places. A job is left out where another job
+    of its id tells more of the cluster."""
     jobs = list(dict.fromkeys(jobs))
     by_id: dict[str, list[JobRef]] = {}
     for job in jobs:

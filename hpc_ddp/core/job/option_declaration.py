@@ -1,4 +1,4 @@
-"""How the user sets a field of a job: declared once, beside the field.
+"""Declares how the user sets a field of a job: once, beside the field.
 
 From the declaration follow the option of the command line, its heading in ``--help``, the key of
 ``hpc-ddp.toml`` and the type of its value, what is passed to sbatch, and the table in
@@ -23,7 +23,7 @@ GROUPS = (COMMON, RESOURCES, ENVIRONMENT, WORKERS, CONTINUATION)
 
 @dataclass(frozen=True)
 class Kind:
-    """A type of values: its Python types in a TOML file, and its name in an error."""
+    """A type of values: its Python types in a TOML file, and its name in an error, `text`."""
 
     types: tuple[type, ...]
     text: str
@@ -33,8 +33,8 @@ class Kind:
         return self.types == (list,)
 
     def line_for(self, key: str, entry: object) -> str:
-        """Return the line of a TOML file that sets an entry, of another type, as one of these; ''
-        where nothing follows from it."""
+        """Return the line of a TOML file that sets `key` to an entry of another type, turned into
+        this one; '' where the entry can't be turned."""
         if isinstance(entry, (str, int, float)) and not isinstance(entry, bool):
             text = json.dumps(str(entry), ensure_ascii=False)
             if self.is_list:
@@ -106,9 +106,9 @@ class Option:
     is_joined: bool = False
 
     def check(self, key: str, value: Any) -> None:
-        """Refuse a value that is not among `accepted`, where any are, or that is no whole number
-        from `least` on, where `least` is given. None is never refused for `least`. `key` names the
-        setting in an error.
+        """Raise UsageError for a value that is not among `accepted`, where any are, or that is no
+        whole number from `least` on, where `least` is given. None is never refused for `least`.
+        `key` names the setting in an error.
 
         Raises
         ------
@@ -140,29 +140,33 @@ def option(default: Any, help: str, **declared: Any) -> Any:
 
 def options_of(*settings: type[Any]) -> dict[str, Option]:
     """Return the declared options of some dataclasses by key, in the order of the fields, each with
-    the kind of its annotation. Fields without a declaration are left out."""
+    the kind of its field's annotation. Fields without a declaration are left out."""
     return {
-        key_of(item): _with_kind(item)
-        for each_class in settings
-        for item in fields(each_class)
-        if "option" in item.metadata
+        key_of(declared): _with_kind(declared)
+        for settings_class in settings
+        for declared in fields(settings_class)
+        if "option" in declared.metadata
     }
 
 
-def key_of(item: Field[Any] | str) -> str:
+def key_of(declared: Field[Any] | str) -> str:
     """Return the key of a field, or of a field's name, with dashes for underscores:
     ``cpus-per-task``."""
-    return (item if isinstance(item, str) else item.name).replace("_", "-")
+    name = declared if isinstance(declared, str) else declared.name
+    return name.replace("_", "-")
 
 
-def default_of(item: Field[Any]) -> Any:
-    """Return the default value of a field, a new one by its factory; MISSING where it has none."""
-    return item.default if item.default_factory is MISSING else item.default_factory()
+def default_of(declared: Field[Any]) -> Any:
+    """Return the default of a field, as its factory makes it if it has one; MISSING without any."""
+    if declared.default_factory is not MISSING:
+        return declared.default_factory()
+    return declared.default
 
 
-def _with_kind(item: Field[Any]) -> Option:
-    """Return a field's declaration, with the kind that `_KINDS` has for the annotation. Where that
-    is `TEXT`, or there is none, the declared kind stays."""
-    declared: Option = item.metadata["option"]
-    kind = _KINDS.get(str(item.type).removesuffix(" | None"))
-    return declared if kind in (None, TEXT) else Option(**{**vars(declared), "kind": kind})
+def _with_kind(declared: Field[Any]) -> Option:
+    """Return a field's declaration, with the kind that `_KINDS` has for the annotation. Where
+    `_KINDS` has none, or `TEXT`, the declared kind stays."""
+    declaration: Option = declared.metadata["option"]
+    kind = _KINDS.get(str(declared.type).removesuffix(" | None"))
+    is_same = kind in (None, TEXT)
+    return declaration if is_same else Option(**{**vars(declaration), "kind": kind})

@@ -330,12 +330,13 @@ class JobSpec(ResourceOptions):
 
     @property
     def warn_s(self) -> int:
-        """How many seconds before the time limit the workers get a notice."""
+        """The seconds before the time limit at which the workers get a notice."""
         return parse_signal(self.signal)[1]
 
     @property
     def gpus_in_use(self) -> int:
-        """GPUs of a node that count against a budget; without GPUs the workers of a node."""
+        """The number of GPUs of a node that count against a budget; without GPUs the workers of a
+        node."""
         return self.gpu_count or self.workers_per_node
 
     @property
@@ -364,14 +365,16 @@ class JobSpec(ResourceOptions):
 
     @property
     def time_min_s(self) -> int | None:
-        """The least limit that an attempt may get, in seconds; None for no other than `time`."""
+        """The least limit that an attempt may get, in seconds; None where only `time` is a
+        limit."""
         return None if self.time_min is None else parse_time(self.time_min)
 
     @property
     def parts_of_time(self) -> int:
-        """How many attempts of the least limit last as long as one of the time limit, rounded up; 1
-        without one of the limits."""
-        return -(-(self.time_s or 0) // (self.time_min_s or self.time_s or 1)) or 1
+        """The number of attempts of the least limit that last as long as an attempt of the time
+        limit, rounded up; 1 without one of the limits."""
+        whole_s, part_s = self.time_s or 0, self.time_min_s or self.time_s or 1
+        return -(-whole_s // part_s) or 1  # -(-a // b) is a / b, rounded up
 
     def to_json(self) -> str:
         """Return the job as the text of a ``job.json``."""

@@ -91,16 +91,16 @@ SBATCH_REFUSED = {
 
 def full_name(name: str, names: str = SRUN) -> str:
     """Return the whole name of a long option, given without dashes. `name` may be an alias, or a
-    beginning that only one of `names` has (a text with blanks between names). Any other name stays
-    as it is."""
-    fitting = _fitting(name, names)
-    long_name = fitting[0] if len(fitting) == 1 else name
+    beginning that only one of `names` has (a text with blanks between the names). Any other name is
+    returned as it is."""
+    matches = _match_names(name, names)
+    long_name = matches[0] if len(matches) == 1 else name
     return _ALIASES.get(long_name, long_name)
 
 
-def _fitting(name: str, names: str) -> list[str]:
-    """Return [name] where `name` is one of `names` or an alias, else those of `names` that begin
-    with it."""
+def _match_names(name: str, names: str) -> list[str]:
+    """Return [name] where `name` is one of `names` (a text with blanks between them) or an alias,
+    else those of `names` that begin with it."""
     all_names = names.split()
     return (
         [name]
@@ -111,21 +111,24 @@ def _fitting(name: str, names: str) -> list[str]:
 
 def as_pairs(options: Iterable[str], names: str = SRUN) -> list[tuple[str, str]]:
     """Return raw options, ``--name=value``, as pairs of the whole name (see `full_name`) and the
-    value, which is '' without ``=``."""
+    value; the value is '' without ``=``."""
     parts = (option.removeprefix("--").partition("=") for option in options)
     return [(full_name(name, names), text) for name, _, text in parts]
 
 
 def as_raw(name: str, text: str) -> str:
-    """Return an option with its value as a raw option: ``--name=value``, ``--name`` for ''."""
+    """Return an option and its value, `text`, as a raw option: ``--name=value``, or ``--name`` for
+    ''."""
     return f"--{name}={text}" if text else f"--{name}"
 
 
-def with_own_keys(settings: dict[str, Any], accepted: Container[str] = _OF_KEYS) -> dict[str, Any]:
+def move_to_own_keys(
+    settings: dict[str, Any], accepted: Container[str] = _OF_KEYS
+) -> dict[str, Any]:
     """Move raw options from the ``sbatch`` of `settings` to their own keys (`_OF_KEYS`), by which
     limits and the tables of settings files are looked up. Change `settings` in place, and return
-    it. An option stays where it has no value, or where its key is set already or is not among the
-    `accepted` keys. An ``sbatch`` that is empty then is removed."""
+    it. An option stays where it has no value, and where its key is set already or is not among the
+    `accepted` keys. An ``sbatch`` that is then empty is removed."""
     keys = {*settings}
     for raw in [*settings.get("sbatch", ())]:
         ((name, text),) = as_pairs([raw], SBATCH)
@@ -133,14 +136,14 @@ def with_own_keys(settings: dict[str, Any], accepted: Container[str] = _OF_KEYS)
             settings[name] = text
             settings["sbatch"] = [option for option in settings["sbatch"] if option != raw]
     if "sbatch" in keys and not settings["sbatch"]:
-        del settings["sbatch"]  # a run that goes on keeps its own
+        del settings["sbatch"]  # an empty one would replace that of a run that goes on
     return settings
 
 
 def split_raw(raw: str, command: str, example: str) -> tuple[str, str]:
-    """Return the whole name and the value of a raw option of srun or sbatch (`command`): of
-    ``--name=value``, or of ``--name``, whose value is ''. An alias, or the beginning of only one
-    name, becomes the whole name.
+    """Return the whole name and the value of a raw option of srun or sbatch (`command`),
+    ``--name=value`` or ``--name``; the value is '' without ``=``. An alias, or the beginning of
+    only one name, becomes the whole name.
 
     Raise UsageError for another form, ``--name=`` without a value, a control character, and the
     beginning of several names. `example` (``--gpu-bind=x``) is for the hint.
@@ -157,10 +160,10 @@ def split_raw(raw: str, command: str, example: str) -> tuple[str, str]:
             hint=f"--{command}=--{name}, without the equals sign",
         )
     names = SBATCH if command == "sbatch" else SRUN
-    fitting = _fitting(name, names)
-    if len(fitting) > 1:
+    matches = _match_names(name, names)
+    if len(matches) > 1:
         raise UsageError(
-            f"{command} option --{name} is a beginning of --{', --'.join(fitting)}",
-            hint=f"--{command}=--{fitting[0]}, or another of them",
+            f"{command} option --{name} is a beginning of --{', --'.join(matches)}",
+            hint=f"--{command}=--{matches[0]}, or another of them",
         )
     return full_name(name, names), value

@@ -25,13 +25,14 @@ def parse_time(text: str) -> int:
 
     Raise UsageError for another form.
     """
-    match = _TIME.fullmatch(f"{text}0" if re.fullmatch(r"\d+-", text, re.A) else text)
+    padded = f"{text}0" if re.fullmatch(r"\d+-", text, re.A) else text  # "1-" is "1-0"
+    match = _TIME.fullmatch(padded)
     if not match:
         raise UsageError(
             f"time {text!r} is not a Slurm time; accepted: minutes, h:mm:ss, d-hh, d-hh:mm:ss",
             hint="for twelve hours: --time 12:00:00; without it the partition's own limit holds",
         )
-    a, b, c = (int(match[group] or 0) for group in "abc")
+    a, b, c = (int(match[group] or 0) for group in "abc")  # the numbers between the colons
     if match["days"] is not None:
         return int(match["days"]) * 86400 + a * 3600 + b * 60 + c
     if match["c"] is not None:
@@ -56,11 +57,11 @@ def gpus_of(gres: str) -> tuple[tuple[str, int], ...]:
 
 
 def check_time_min(least: str | None, most: str | None, warn_s: int) -> None:
-    """Check the least time limit of an attempt, `least`, against the largest, `most`: both are
-    Slurm times, or None. `warn_s` is how many seconds before its end the notice comes. A `least` of
-    None passes.
+    """Raise UsageError for a least time limit of an attempt, `least`, that does not go with the
+    largest, `most`: both are Slurm times, or None. `warn_s` is how many seconds before its end the
+    notice comes. A `least` of None passes.
 
-    Raise UsageError where a limit is no Slurm time; and where `least` is longer than `most`, comes
+    The error comes where a limit is no Slurm time; and where `least` is longer than `most`, comes
     without it, or is shorter than `LEAST_ATTEMPT_S` or ten times `warn_s`.
     """
     if least is None:
@@ -83,10 +84,10 @@ def check_time_min(least: str | None, most: str | None, warn_s: int) -> None:
 
 def parse_signal(text: str) -> tuple[str, int]:
     """Return the name and the seconds of a signal in sbatch's form, in upper or lower case:
-    ``USR1@90``, ``SIGUSR1``, ``10`` …
+    ``USR1@90``, ``SIGUSR1``, ``10`` … Without seconds they are 60.
 
-    Its ``B:`` and ``R:`` have no effect: a notice always goes to the workers. Without seconds they
-    are 60. Raise UsageError for another form, and for a signal that is not in `SIGNALS`.
+    A ``B:`` or ``R:`` before the signal has no effect: a notice always goes to the workers. Raise
+    UsageError for another form, and for a signal that is not in `SIGNALS`.
     """
     match = _SIGNAL.fullmatch(text.upper())
     name = match["name"] if match else ""

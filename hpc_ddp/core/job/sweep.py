@@ -82,17 +82,18 @@ def settings_of(
 
 def trials(sweep: Mapping[str, Sequence[str]]) -> list[dict[str, str]]:
     """Return a sweep's combinations of values, each as value by parameter, in the order of the
-    array's indexes; [] for a job that is no sweep."""
+    array's indexes; [] for a job that is no sweep. The last parameter changes fastest."""
     combinations = itertools.product(*sweep.values()) if sweep else ()
     return [dict(zip(sweep, values, strict=True)) for values in combinations]
 
 
 def trial_args(trial: Mapping[str, str], args: Sequence[str] = ()) -> list[str]:
-    """Return a sweep's trial as arguments of the script, in the form that its other arguments
-    `args` have: ``name=value``, as of Hydra, if some have it and none begins with a dash; else
+    """Return a sweep's trial as arguments of the script, in the form of its other arguments,
+    `args`: ``name=value``, as of Hydra, if some have this form and none begins with a dash; else
     ``--name=value``. A name with Hydra's ``+`` has no dashes in any case."""
-    is_plain = any(_OVERRIDE.match(word) for word in args)
-    dashes = "" if is_plain and not any(word.startswith("-") for word in args) else "--"
+    has_overrides = any(_OVERRIDE.match(word) for word in args)
+    has_dashes = any(word.startswith("-") for word in args)
+    dashes = "" if has_overrides and not has_dashes else "--"
     return [
         f"{'' if name.startswith('+') else dashes}{name}={value}" for name, value in trial.items()
     ]
@@ -108,27 +109,30 @@ def parameter_of(word: str) -> str:
 
 
 def parameters_in(args: Sequence[str]) -> list[str]:
-    """Return for each argument of the script the `parameter_of` it, '' for the value of an option
-    in front of it."""
-    names, is_text = [], False
+    """Return, for each argument of the script, the parameter that it sets (see `parameter_of`); ''
+    for an argument that sets none, as the value behind an option."""
+    names, awaits_value = [], False
     for word in args:
-        names.append("" if is_text and not word.startswith("--") else parameter_of(word))
-        is_text = word.startswith("--") and "=" not in word and word != "--multirun"  # Hydra's flag
+        is_value = awaits_value and not word.startswith("--")
+        names.append("" if is_value else parameter_of(word))
+        is_option = word.startswith("--") and word != "--multirun"  # Hydra's flag
+        awaits_value = is_option and "=" not in word
     return names
 
 
 def check_sweep(spec: JobSpec) -> None:
-    """Check the parameters of a sweep, and its array; a job that is no sweep passes. Raise
-    UsageError for a bad name, values that are empty or equal, a parameter that is also among the
-    arguments, too many trials, and an index beyond the trials."""
+    """Raise UsageError for bad parameters of a sweep, or a bad array: a bad name, a parameter
+    without values, values that are empty, equal or not printable, a parameter that is also among
+    the arguments, too many trials, an index beyond the trials. A job that is no sweep passes."""
     for name, values in spec.sweep.items():
         if name.lstrip("+") in parameters_in(spec.args):
             raise UsageError(
                 f"{name} is among the arguments, and the sweep adds another; accepted: one",
                 hint=f"leave {name} out behind SCRIPT, and out of args in hpc-ddp.toml",
             )
-        good = all(value and value.isprintable() for value in values)
-        if not (_PARAMETER.fullmatch(name) and values and good) or len({*values}) < len(values):
+        are_printable = all(value and value.isprintable() for value in values)
+        is_sound = _PARAMETER.fullmatch(name) and values and are_printable
+        if not is_sound or len({*values}) < len(values):
             raise UsageError(
                 f"{name}={','.join(values)!r} is no parameter with values that differ and are not"
                 " empty",

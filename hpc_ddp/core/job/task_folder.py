@@ -1,4 +1,4 @@
-"""The folder of one task of an array."""
+"""Makes the folder of one task of an array, and reads what concerns this task."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from hpc_ddp.core.journal.journal import last_event, read_events
 from hpc_ddp.core.run_folder import RunFolder
 
 
-def task_of(run: RunFolder, index: int) -> RunFolder:
-    """Make the folder of task `index` of an array, with the task's job.json and a link to the
-    array's lib, and return it. Where the folder exists, only a job.json with another content is
+def make_task(run: RunFolder, index: int) -> RunFolder:
+    """Make the folder of task `index` of the array `run`, with the task's job.json and a link to
+    the array's lib, and return it. Where the folder exists, only a job.json with another content is
     written anew.
 
     A disk in trouble is asked again for a minute (`patiently`). Raise OSError if it still refuses,
@@ -26,6 +26,7 @@ def task_of(run: RunFolder, index: int) -> RunFolder:
     job = array_spec.task(index).to_json()
 
     def make() -> RunFolder:
+        """Make the parts of the folder that are missing, and return it."""
         task = run.task(index).make()
         if not task.job_json.exists() or task.job_json.read_bytes() != job.encode():
             write_whole(task.job_json, job, mode=0o644)
@@ -38,24 +39,24 @@ def task_of(run: RunFolder, index: int) -> RunFolder:
 
 
 def run_of_job(environ: Mapping[str, str]) -> RunFolder:
-    """Return the run that HPC_DDP_RUN in `environ` names; in a task of an array the run of this
-    task, whose folder `task_of` makes. Raise KeyError without a run, ValueError where a variable of
-    hpc-ddp is damaged, OSError where the disk refuses the task's folder, UsageError for a broken
-    job.json, and IndexError beyond the last task of a sweep."""
+    """Return the run that HPC_DDP_RUN in `environ` names; in a task of an array make the task's
+    folder (`make_task`) and return this task's run. Raise KeyError without a run, ValueError where
+    a variable of hpc-ddp is damaged, OSError where the disk refuses the task's folder, UsageError
+    for a broken job.json, and IndexError beyond the last task of a sweep."""
     run = AttemptEnv.from_env(environ).run_folder
     task = environ.get("SLURM_ARRAY_TASK_ID")
     if not task or run.path.name == f"task-{task}":
         return run
-    return task_of(run, int(task))
+    return make_task(run, int(task))
 
 
 def job_folder(run: RunFolder) -> RunFolder:
-    """Return the run whose batch script a run's newest job has: a task's own, where it was
-    submitted alone after its array, else the array's; a run that is no task is its own. Raise
+    """Return the run whose batch script the newest job of `run` has: a task's own, where the task
+    was submitted alone after its array, else the array's; for a run that is no task, `run`. Raise
     OSError where the journal can't be read."""
     if not run.is_task:
         return run
-    # The submit of an array is in its tasks' journals, too, without the back-end.
+    # The submit of an array is in its tasks' journals, too, but without the back-end.
     last = last_event(read_events(run.journal_folder, "submit"), Submitted)
     return run if last and last.backend else RunFolder(run.whole)
 

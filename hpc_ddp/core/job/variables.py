@@ -1,4 +1,4 @@
-"""Environment variables of a job: those that hpc-ddp sets, and those that are filled into texts.
+"""The environment variables of a job: those that hpc-ddp sets, and those filled into texts.
 
 A text of the job (an argument, a value of ``env``, an image …) is literal. Only ``$NAME`` and
 ``${NAME}`` of the names in `JobSpec.expand` stand for the values that these variables have in the
@@ -87,7 +87,8 @@ OF_FIRST_JOB = (
 
 
 def export_lines(values: Mapping[str, str]) -> str:
-    """Return variables as ``export NAME=value`` lines for bash."""
+    """Return a line ``export NAME=value`` for bash for each of the variables, with the value
+    quoted."""
     return "".join(f"export {name}={shlex.quote(value)}\n" for name, value in values.items())
 
 
@@ -120,21 +121,21 @@ def _marks(names: Collection[str]) -> re.Pattern[str]:
 
 def names_in(text: str, names: Collection[str]) -> list[str]:
     """Return those of `names` that `text` has as ``$NAME`` or ``${NAME}``, in the order of the
-    text; one that is there twice comes twice."""
+    text; a name that is there twice comes twice."""
     return [match[1] or match[2] for match in _marks(names).finditer(text)]
 
 
 def fill(text: str, names: Collection[str], values: Mapping[str, str]) -> str:
-    """Return `text` with the variables of `names` replaced by their values. All else stays as it
-    is, also a ``$`` in a value. Raise KeyError for a variable without a value."""
+    """Return `text` with each ``$NAME`` and ``${NAME}`` of `names` replaced by its value. All else
+    stays as it is, also a ``$`` in a value. Raise KeyError for a name without a value."""
     return _marks(names).sub(lambda match: values[match[1] or match[2]], text)
 
 
 def shell_word(text: str, names: Collection[str] = ()) -> str:
-    """Return `text` quoted as one word for bash, which fills in the variables of `names`; where one
-    is not set, the shell fails with a message. ``${NAME[@]}`` becomes a word for each element of
-    the array."""
-    words, end = [], 0
+    """Return `text` quoted as one word for bash, which fills in the variables of `names`; where a
+    variable is not set, the shell fails with a message. ``${NAME[@]}`` becomes a word for each
+    element of the array."""
+    words, end = [], 0  # a literal, a name, a literal, a name …
     for match in _marks(names).finditer(text):
         words += [text[end : match.start()], match[1] or match[2]]
         end = match.end()
@@ -160,6 +161,7 @@ def array_exports(names: Collection[str]) -> str:
             f"hpc-ddp: --expand passes on at most {LONGEST_ARRAY} characters; {name} has more."
             " hint: read them in the script"
         )
+        # The elements joined without IFS, each behind a unit separator.
         lines += [
             f"! declare -p {name} >/dev/null 2>&1 || {{ IFS=; export"
             f" {words}=\"${{{name}[*]/#/$'\\x1f'}}\"; IFS=$' \\t\\n'",
@@ -170,16 +172,16 @@ def array_exports(names: Collection[str]) -> str:
 
 
 def misplaced_array(texts: Sequence[str], args: Sequence[str], names: Collection[str]) -> str:
-    """Return the first array of `names`, as ``NAME[@]``, in a place where it can't be filled in: in
-    one of `texts`, or in one of `args` that is more than ``${NAME[@]}`` alone. '' where there is
-    none."""
+    """Return the first of the arrays in `names`, as ``NAME[@]``, that stands where it can't be
+    filled in: in one of `texts`, or in one of `args` that is more than ``${NAME[@]}`` alone. Return
+    '' where there is none."""
     arrays = [name for name in names if name.endswith("[@]")]
-    parts = [word for word in args if word[2:-1] not in arrays]
+    parts = [word for word in args if word[2:-1] not in arrays]  # the name in ${…}
     return next((name for text in (*texts, *parts) for name in names_in(text, arrays)), "")
 
 
 def literal_names(texts: Sequence[str], names: Collection[str]) -> list[str]:
-    """Return what in `texts` a shell would fill in and the job does not, as ``$NAME``, ``$(`` or a
-    backtick, since `names` does not have it: each once, in the order of the texts."""
+    """Return the marks in `texts` that a shell would fill in and the job does not, as ``$NAME``,
+    ``$(`` or a backtick, since `names` lacks them: each once, in the order of the texts."""
     marks = (re.findall(r"\$\{?[A-Za-z_]\w*\}?|\$\(|`", _marks(names).sub("", t)) for t in texts)
     return list(dict.fromkeys(mark for row in marks for mark in row))

@@ -233,7 +233,7 @@ class MetricsLine(JournalEvent):
         return None if total is None else int(total)
 
     def number(self, name: str) -> float | None:
-        """Return the value of this name as a float; None where there is no number of it."""
+        """Return the value of this name as a float; None where it is missing or no number."""
         return to_number(self.values.get(name))
 
     def to_fields(self) -> dict[str, Any]:

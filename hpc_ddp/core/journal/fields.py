@@ -1,4 +1,4 @@
-"""The fields of a journal's lines: JSON values as the types of the records.
+"""Reads the fields of a journal's lines: JSON values as the types of the records.
 
 A line may be another version's or damaged: a missing field has its default, or else the empty value
 of its type; a value of another type is an error, for which the line is left out.
@@ -44,10 +44,11 @@ def _read_field(declared: Field[Any], entry: Any) -> Any:
     """Return a JSON value as the type of a record's field. For None return the field's default;
     without a default, None if its type allows that, else the empty value of the type.
 
-    Raise ValueError for a value of another type, as `checked`, and for a missing word such as a
-    cause.
+    Raise ValueError for a value that `checked` refuses, and where a word such as a cause is
+    missing.
     """
     kind = _kind_of(str(declared.type))
+    # None is none of the words, and refused by `checked`.
     if entry is not None or kind.name in _WORDS:
         return checked(entry, kind.name)
     if declared.default is not MISSING:
@@ -56,7 +57,9 @@ def _read_field(declared: Field[Any], entry: Any) -> Any:
 
 
 class _Kind(NamedTuple):
-    """A type of the records, as ``Sequence[str] | None``, in its parts."""
+    """A type of the records in its parts: ``Sequence[str] | None`` is optional, and has the outer
+    type ``Sequence``, the inner one ``str``, and the name ``Sequence[str]``. A type such as ``int``
+    has the outer type ``int``, and the inner one ''."""
 
     name: str
     is_optional: bool
@@ -66,16 +69,16 @@ class _Kind(NamedTuple):
 
 @cache  # read for each field of each line
 def _kind_of(text: str) -> _Kind:
-    """Return a type in its parts: ``Sequence[str] | None`` has the outer ``Sequence``, the inner
-    ``str``, and the name ``Sequence[str]``."""
+    """Return a type, written as in a record, in its parts."""
     name = text.removesuffix(" | None")
     outer, _, inner = name.removesuffix("]").partition("[")
     return _Kind(name, name != text, outer, inner)
 
 
 def checked(entry: Any, type_name: str) -> Any:
-    """Return a JSON value as a type of the records, such as ``int`` or ``Sequence[str]``. A word,
-    as ``Cause``, becomes a member of its enumeration. A bool passes as a number.
+    """Return a JSON value as the type `type_name` of the records, such as ``int`` or
+    ``Sequence[str]``. A word, as ``Cause``, becomes a member of its enumeration. A bool passes as a
+    number.
 
     Raises
     ------
@@ -100,8 +103,8 @@ def checked(entry: Any, type_name: str) -> Any:
 
 def _is_plain(entries: list[Any], type_name: str) -> bool:
     """Return whether all entries are texts, or numbers that `checked` would accept, of the type
-    `type_name`. A look at each entry would take five times as long: a list may have a thousand
-    nodes."""
+    `type_name`; False for other types. By sets: a look at each entry would take five times as long,
+    and a list may have a thousand nodes."""
     kinds = set(map(type, entries))
     if type_name == "str":
         return kinds <= {str}

@@ -1,4 +1,4 @@
-"""How a run has spent its time, from its journal.
+"""Tells from a run's journal how the run has spent its time.
 
 The wall time, from the first submit to the end or to now, is cut at the events of the journal, in
 order, and each piece is given to one of `PARTS`. So the parts add up to the wall time, whatever is
@@ -61,13 +61,13 @@ def account(
     events: Sequence[JournalEvent], now: float | None = None, waits: bool = False
 ) -> dict[str, float]:
     """Return the seconds that a run has spent in each of `PARTS`, over all its attempts; all are
-    0.0 without events. `now` and `waits` are those of `pieces`."""
+    0.0 without events. The parameters are those of `pieces`."""
     return seconds_of(pieces(events, now, waits))
 
 
 def seconds_of(intervals: Iterable[Interval]) -> dict[str, float]:
-    """Return the seconds of each of `PARTS` in some pieces of the wall time; 0.0 for one that has
-    no piece."""
+    """Return the seconds of each of `PARTS` in some pieces of the wall time; 0.0 for a part without
+    a piece."""
     seconds = dict.fromkeys(PARTS, 0.0)
     for interval in intervals:
         seconds[interval.part] += interval.end - interval.begin
@@ -101,10 +101,10 @@ def pieces(
     if not events:
         return []
     attempts = by_attempt(events)
-    # A task of an array has none of its own, unless it was submitted again alone.
+    # The submits before attempt 0. A task of an array has none, unless it was submitted alone.
     submitted = [e.time for e in events if isinstance(e, Submitted) and not e.first_attempt]
     times = [e.time for e in events]
-    begin = min(submitted or [*times, *(_began(attempt) for attempt in attempts.values())])
+    begin = min(submitted or [*times, *(_start_time(attempt) for attempt in attempts.values())])
     clock = _Clock(begin, max(times) if now is None else now)
     is_reported = any(event.writer == RANK_0 for event in events)  # by hpc_ddp.training
     highest = 0.0
@@ -113,12 +113,12 @@ def pieces(
         if is_reported:
             starts = by_start(attempt)
             for start in starts:
-                clock.until(_began(start), "queued" if start is starts[0] else "lost")
-                _follow(clock, start, highest, live and start is starts[-1])
-                highest = max([highest, *(step for _, step in _steps(start))])
+                clock.until(_start_time(start), "queued" if start is starts[0] else "lost")
+                _give_start(clock, start, highest, live and start is starts[-1])
+                highest = max([highest, *(step for _, step in _steps_of(start))])
         else:
-            clock.until(_began(attempt), "queued")
-            clock.until(_end(attempt, live), "running")
+            clock.until(_start_time(attempt), "queued")
+            clock.until(_end_time(attempt, live), "running")
     clock.until(math.inf, "queued")
     return clock.pieces
 
@@ -136,8 +136,8 @@ def share(seconds: dict[str, float]) -> float | None:
 
 def start_costs(seconds: dict[str, float]) -> str:
     """Return a sentence on the time that the starts took, where that is a tenth or more of all time
-    not spent queued; else ''. Also '' for a script that does not report its training. `seconds` is
-    by part, as `account` returns it."""
+    not spent queued; '' where it is less, and for a script that does not report its training.
+    `seconds` is by part, as `account` returns it."""
     starts = {part: seconds[part] for part in OF_A_START if seconds[part]}
     most = max(starts, key=seconds.__getitem__, default="")
     wall = sum(seconds.values()) - seconds["queued"]
@@ -149,8 +149,8 @@ def start_costs(seconds: dict[str, float]) -> str:
 
 
 def line(seconds: dict[str, float]) -> str:
-    """Return one line for people, with the goodput and the seconds of all parts that are not zero.
-    `seconds` is by part, as `account` returns it."""
+    """Return one line for people, with the goodput and the time of each part, except parts whose
+    time is rounded to 0.0 s. `seconds` is by part, as `account` returns it."""
     goodput = share(seconds)
     parts = [f"{text} {part}" for part in PARTS if (text := duration(seconds[part])) != "0.0 s"]
     percent = "-" if goodput is None else f"{100 * goodput:.0f} %"
@@ -159,7 +159,7 @@ def line(seconds: dict[str, float]) -> str:
 
 class _Clock:
     """Goes through the wall time once, from `start` to `end` in unix seconds, and collects its
-    `pieces`, each given to one of `PARTS`."""
+    `pieces`, each given to one of `PARTS`; `at` is where the clock stands."""
 
     def __init__(self, start: float, end: float) -> None:
         self.at, self._end = start, max(start, end)
@@ -167,21 +167,21 @@ class _Clock:
 
     def until(self, when: float | None, part: str) -> None:
         """Give the time from the clock's `at` up to `when`, in unix seconds, to a part, and move
-        `at` there. For None, or a time before `at`, nothing happens: clocks of hosts differ."""
+        `at` there; `end` is the last moment. For None, or a time before `at`, nothing happens:
+        clocks of hosts differ."""
         if when is not None and (when := min(when, self._end)) > self.at:
             begin = self.at
-            if self.pieces and self.pieces[-1].part == part:
+            if self.pieces and self.pieces[-1].part == part:  # one piece in place of two
                 begin = self.pieces.pop().begin
             self.pieces.append(Interval(begin, when, part))
             self.at = when
 
 
-def _follow(clock: _Clock, events: list[JournalEvent], highest: float, live: bool) -> None:
-    """Move the `clock` to the end of one start of the workers, and give each piece of it to its
-    part.
+def _give_start(clock: _Clock, events: list[JournalEvent], highest: float, live: bool) -> None:
+    """Give the time of one start of the workers to its parts, and move the `clock` to its end.
 
-    `events` are those of the start, `highest` is the highest step of earlier starts, and `live`
-    says that the start may still go on.
+    `events` are those of the start, `highest` is the highest step of earlier starts, and with
+    `live` the start may still go on.
     """
     if worker := last_event(events, WorkerStarted):
         clock.until(worker.imports_began, "starting")
@@ -191,20 +191,21 @@ def _follow(clock: _Clock, events: list[JournalEvent], highest: float, live: boo
     if restored := last_event(events, CheckpointRestored):
         clock.until(restored.time - restored.restore_s, "building")
         clock.until(restored.time, "restoring")
-    end = _end(events, live)
+    end = _end_time(events, live)
     is_live = end == math.inf
     if entered := last_event(events, TrainingBegun) or last_event(events, FirstStep):
         clock.until(entered.time, "building")
-        _train(clock, events, highest, is_live)
+        _give_training(clock, events, highest, is_live)
     else:
         signs_of_life = [event for event in events if not isinstance(event, VerdictGiven)]
-        clock.until(_end(signs_of_life, is_live), "building" if worker else "starting")
+        clock.until(_end_time(signs_of_life, is_live), "building" if worker else "starting")
     clock.until(end, "lost")
 
 
-def _train(clock: _Clock, events: list[JournalEvent], highest: float, live: bool) -> None:
-    """Move the `clock` to the last sign of progress of a start, or to now where the start is `live`
-    and goes on. Give the time to the training, its saves, and steps that are done again.
+def _give_training(clock: _Clock, events: list[JournalEvent], highest: float, live: bool) -> None:
+    """Give the time of a start's training to the training, its saves, and steps that are done
+    again. Move the `clock` to the last sign of progress, or to now where the start is `live` and
+    goes on.
 
     `events` are those of the start, `highest` is the highest step of earlier starts.
     """
@@ -212,28 +213,29 @@ def _train(clock: _Clock, events: list[JournalEvent], highest: float, live: bool
     saves = [event for event in events if isinstance(event, CheckpointSaved)]
     marks = [event for event in events if isinstance(event, _MARKS)]
     entered = [event for event in events if isinstance(event, TrainingBegun)]
-    passed = _passed(begin, list(_steps([*entered, *marks])), highest)
+    passed = _time_of_passing(begin, list(_steps_of([*entered, *marks])), highest)
     has_ended = not live or (marks and isinstance(marks[-1], (Stopped, Finished)))
     end = max((event.time for event in (*marks, *saves)), default=begin) if has_ended else math.inf
 
     def work(until: float) -> None:
-        """Give the time up to `until` to steps that are done again, as long as there are some, and
-        then to the training."""
+        """Give the time up to `until` to steps that are done again, up to the moment `passed`, and
+        from then on to the training."""
         clock.until(min(until, passed), "redone")
         clock.until(until, "training")
 
     for save in saves:
-        # The event comes when all is durable; the stall was at the beginning of that.
+        # The event comes when all is durable; the stall was at the beginning of the write.
         work(save.time - max(save.stall_s, save.write_s))
         clock.until(min(clock.at + save.stall_s, end), "saving")
     work(end)
 
 
-def _passed(begin: float, steps: list[tuple[float, float]], highest: float) -> float:
+def _time_of_passing(begin: float, steps: list[tuple[float, float]], highest: float) -> float:
     """Return when a start whose training begins at `begin` had passed the step `highest`.
 
     `steps` are its pairs of time and step, in order. Times are unix seconds: inf where the start
-    has not passed `highest`, `begin` where it began there or beyond.
+    has not passed `highest`, `begin` where it began there or beyond. Between two pairs the moment
+    is interpolated.
     """
     if not highest or (steps and steps[0][1] >= highest):
         return begin
@@ -246,7 +248,7 @@ def _passed(begin: float, steps: list[tuple[float, float]], highest: float) -> f
     return math.inf
 
 
-def _steps(events: Iterable[JournalEvent]) -> Iterator[tuple[float, float]]:
+def _steps_of(events: Iterable[JournalEvent]) -> Iterator[tuple[float, float]]:
     """Yield the time (unix seconds) and the step of each event that has a step."""
     for event in events:
         step = step_of(event)
@@ -254,14 +256,14 @@ def _steps(events: Iterable[JournalEvent]) -> Iterator[tuple[float, float]]:
             yield event.time, step
 
 
-def _began(events: list[JournalEvent]) -> float:
+def _start_time(events: list[JournalEvent]) -> float:
     """Return when an attempt or a start began, in unix seconds, by its `events`, one or more. That
     may be before the first event: without a launcher the worker's process is there first."""
     workers = [event for event in events if isinstance(event, WorkerStarted)]
     return min([events[0].time, *(worker.began for worker in workers if worker.began is not None)])
 
 
-def _end(events: list[JournalEvent], live: bool) -> float:
+def _end_time(events: list[JournalEvent], live: bool) -> float:
     """Return when an attempt or a start ended, in unix seconds: at the last of its `events`, -inf
     where there are none. Return inf while it goes on: it is `live`, and has no verdict."""
     if live and last_event(events, VerdictGiven) is None:

@@ -1,4 +1,4 @@
-"""The journal of a run: append-only events, one file per writer.
+"""Writes and reads the journal of a run: append-only events, one file per writer.
 
 One file per writer because appends from several hosts tear on NFS and Lustre. A reader
 merges them by attempt, then time (clocks differ between hosts, attempts don't overlap).
@@ -51,12 +51,14 @@ DRAIN_S = 5.0  # that a process waits for its last lines when it ends
 
 
 class Journal:
-    """Appends events to ``<folder>/<writer>.jsonl``.
+    """Appends events to ``<folder>/<writer>.jsonl``; `attempt` is the number of the attempt in each
+    event.
 
     A line is one JSON object: ``time`` (unix seconds), ``event``, ``attempt`` (0 for the first),
     and the event's own fields. Writing never raises OSError: a full disk must not end a training
-    that could go on. The first event that the disk refuses is reported on stderr. An event with a
-    value that JSON does not have raises TypeError, from each method that writes.
+    that could go on. The first event that the disk refuses is reported on stderr, later ones are
+    not. An event with a value that JSON does not have raises TypeError, from each method that
+    writes.
     """
 
     def __init__(self, folder: Path, writer: str, attempt: int = 0) -> None:
@@ -89,7 +91,7 @@ class Journal:
 
     def drain(self, seconds: float = DRAIN_S) -> None:
         """Wait until the events of `write_later` are written or refused, `seconds` at most; return
-        at once where there are none. Whether they are written is not returned."""
+        at once where there are none. The caller does not learn whether they are written."""
         if self._later is not None and self._thread_of == os.getpid():
             written = threading.Event()
             self._later.put(written)
@@ -110,7 +112,7 @@ class Journal:
                 self._warn(error)
 
     def write_surely(self, event: JournalEvent) -> None:
-        """Append an event that a verdict hangs on, and try again for a minute (`patiently`). An
+        """Append an event that a verdict relies on, and try again for a minute (`patiently`). An
         event that the disk still refuses is lost, which is reported on stderr the first time."""
         try:
             patiently(partial(self._append, self._line(event)))
@@ -124,7 +126,7 @@ class Journal:
         return json.dumps(written.to_line()).encode() + b"\n"
 
     def _warn(self, error: OSError) -> None:
-        """Report on stderr that the journal can't be written, the first time only."""
+        """Report on stderr that the journal can't be written; the first time only."""
         if not self._warned:
             self._warned = True
             say(f"can't write the journal {self.path}: {error}")
@@ -140,7 +142,8 @@ class Journal:
             file = os.open(self.path, _APPENDING, FILE_MODE)
         try:
             size = os.lseek(file, 0, os.SEEK_END)
-            if size and os.pread(file, 1, size - 1) != b"\n":  # of a killed writer: close it off
+            # A killed writer may have left half a line: that ends here.
+            if size and os.pread(file, 1, size - 1) != b"\n":
                 line = b"\n" + line
             while line:
                 line = line[os.write(file, line) :]
@@ -149,24 +152,21 @@ class Journal:
 
 
 def read_events(folder: Path, writer: str = "") -> list[JournalEvent]:
-    """Return all events of a journal folder, or those of a `writer`, by attempt and time; [] for a
-    missing folder.
-
-    Damaged lines and unknown kinds of events are left out. Raise OSError where the folder can't be
-    listed, or a file can't be read or is too large.
-    """
+    """Return all events of a journal folder, or those of a `writer`, sorted by attempt and time; []
+    for a missing folder. Damaged lines and unknown kinds of events are left out. Raise OSError
+    where the folder can't be listed, or a file can't be read or is too large."""
     names = _file_names(folder)
     names = [name for name in names if name == f"{writer}.jsonl"] if writer else names
     of_files = LineReader().read_folder(folder, names)
-    events = [event for lines in of_files for event in _parse(lines)]
-    return sorted(events, key=_order)
+    events = [event for lines in of_files for event in _parse_lines(lines)]
+    return sorted(events, key=_sort_key)
 
 
-def _parse(lines: Iterator[bytes]) -> Iterator[JournalEvent]:
+def _parse_lines(lines: Iterator[bytes]) -> Iterator[JournalEvent]:
     """Yield the events of a file's lines, in order; damaged lines and unknown kinds of events are
     left out."""
     while chunk := list(itertools.islice(lines, LINES_AT_ONCE)):
-        try:  # one call of the parser, which takes half the time of a call for each line
+        try:  # a list in one call of the parser: half the time of a call for each line
             entries = json.loads(b"[%s]" % b",".join(chunk))
             events = [event_of(entry) for entry in entries]
             is_sound = len(entries) == len(chunk)
@@ -182,15 +182,16 @@ def _file_names(folder: Path) -> list[str]:
 
 
 def read_briefly(folder: Path) -> list[JournalEvent]:
-    """Return the events as `read_events` does, but only with their time, attempt and step where
-    they are `metrics` or `ranks`. The last ones of each writer are whole, as many of each kind as
-    `WHOLE` says.
+    """Return the events as `read_events` does. But events `metrics` and `ranks` have only their
+    time, attempt and step, except the last ones of each writer, as many of each kind as `WHOLE`
+    says.
 
     A long run has tens of thousands: this takes a third of the time. Raise OSError where the folder
     can't be listed, or a file can't be read or is too large.
     """
     events: list[JournalEvent] = []
     for lines in LineReader().read_folder(folder, _file_names(folder)):
+        # By kind: the indexes in `events` and the lines of the last ones, which are parsed whole.
         last = {kind: deque[tuple[int, bytes]](maxlen=count) for kind, count in WHOLE.items()}
         for line in lines:
             if brief := _BRIEF.match(line):
@@ -201,7 +202,7 @@ def read_briefly(folder: Path) -> list[JournalEvent]:
                 events.append(event)
         for index, line in itertools.chain(*last.values()):
             events[index] = parse_event(line) or events[index]
-    return sorted(events, key=_order)
+    return sorted(events, key=_sort_key)
 
 
 WHOLE = {b"metrics": 1, b"ranks": IN_A_ROW}
@@ -210,14 +211,15 @@ _BRIEF = re.compile(CURVE_START + rb', "attempt": (\d{1,14}), "step": (\d{1,14})
 
 
 def _brief_event(kind: bytes, step: int, time: float, attempt: int) -> JournalEvent:
-    """Return an event of the `kind`, metrics or ranks, with its step, time and attempt alone."""
+    """Return an event of the `kind`, metrics or ranks, with only its step, time and attempt; the
+    other fields are 0 or empty."""
     if kind == b"ranks":
         return StepTiming(step, 0, 0.0, (), (), (), 0, "", time=time, attempt=attempt)
     return MetricsLine({"step": step}, time=time, attempt=attempt)
 
 
-def _order(event: JournalEvent) -> tuple[int, float]:
-    """Return what sorts events: the attempt, and the time in unix seconds."""
+def _sort_key(event: JournalEvent) -> tuple[int, float]:
+    """Return the key that sorts events: the attempt, and the time in unix seconds."""
     return event.attempt, event.time
 
 
@@ -233,12 +235,12 @@ def events_of(path: Path) -> Iterator[JournalEvent]:
 
 
 def is_finished(events: Sequence[JournalEvent]) -> bool:
-    """Return whether a run has reached its end. The newest attempt with a verdict or a `finished`
-    decides: by its last verdict, or without one by `finished`. False where no attempt has either.
-    A verdict ``superseded`` decides nothing: Slurm may start a job again, for a node that was cut
-    off, after the training has finished there.
+    """Return whether a run has reached its end, by its journal. The newest attempt that has a
+    verdict or a `finished` decides: by its last verdict, or without one by `finished`. False where
+    no attempt has either. A verdict ``superseded`` decides nothing: Slurm may start a job again,
+    for a node that was cut off, after the training has finished there.
 
-    Where the exit code counts (see `Finished`), `finished` alone is not enough, unless the run was
+    Where the exit code counts (see `Finished`), `finished` alone is enough only if the run was
     started plainly: then no verdict follows.
     """
     ends = [event for event in events if not _is_superseded(event)]
@@ -256,12 +258,12 @@ def is_finished(events: Sequence[JournalEvent]) -> bool:
 
 
 def _is_superseded(event: JournalEvent) -> bool:
-    """Return whether an event is the verdict of an attempt after which another one had begun."""
+    """Return whether an event is the verdict of an attempt that a newer attempt has superseded."""
     return isinstance(event, VerdictGiven) and event.cause is Cause.SUPERSEDED
 
 
 def last_event(events: Sequence[JournalEvent], *kinds: type[E]) -> E | None:
-    """Return the last of the events that is of one of these kinds, or None."""
+    """Return the last of the events that is of one of these kinds; None without one."""
     return next((event for event in reversed(events) if isinstance(event, kinds)), None)
 
 
@@ -278,7 +280,7 @@ def last_step(events: Sequence[JournalEvent]) -> int | None:
 
 
 def by_attempt(events: Iterable[JournalEvent]) -> dict[int, list[JournalEvent]]:
-    """Return the events of each attempt, by its number.
+    """Return the events of each attempt in their order, by its number.
 
     Events of the login node are left out: they belong to no attempt, and may be written days later.
     """
@@ -293,12 +295,13 @@ def by_start(events: Iterable[JournalEvent]) -> list[list[JournalEvent]]:
     """Return the events of each start of the workers, in order, without the login node's.
 
     An attempt has one start, and a further one for each restart within it (``--max-restarts``). The
-    batch script's events before the first start belong to that.
+    batch script's events before an attempt's first start belong to this start; an attempt without
+    any start counts as one.
     """
     starts: list[list[JournalEvent]] = []
     for attempt in by_attempt(events).values():
-        restarts = [i for i, event in enumerate(attempt) if isinstance(event, WorkerStarted)][1:]
-        bounds = [0, *restarts, len(attempt)]
+        starting = [i for i, event in enumerate(attempt) if isinstance(event, WorkerStarted)]
+        bounds = [0, *starting[1:], len(attempt)]  # the first one is no restart
         starts += [attempt[begin:end] for begin, end in itertools.pairwise(bounds)]
     return starts
 
@@ -306,8 +309,8 @@ def by_start(events: Iterable[JournalEvent]) -> list[list[JournalEvent]]:
 def node_seconds(events: Sequence[JournalEvent], now: float | None = None) -> float:
     """Return the seconds that all attempts lasted, each times the number of its nodes.
 
-    An attempt lasts until its verdict, else until its last event. The newest one, where it has no
-    verdict, lasts until `now` (unix seconds), if given. Attempts without names of nodes count
+    An attempt lasts until its verdict, else until its last event. The newest attempt, where it has
+    no verdict, lasts until `now` (unix seconds), if given. Attempts without names of nodes count
     nothing.
     """
     total = 0.0

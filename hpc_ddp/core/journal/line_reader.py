@@ -1,4 +1,4 @@
-"""The lines of a run's journal files: within a budget, and small files ahead of their time."""
+"""Reads the lines of a run's journal files: within a budget, and small files ahead."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from typing import BinaryIO
 
 from hpc_ddp.core.file_io import READER_THREADS, SmallFile, open_data, read_small_files
 
-# Read of all journal files of another user's run: a sparse file of terabytes must neither fill the
-# memory nor take hours.
+# The budget for all journal files of another user's run: a sparse file of terabytes must neither
+# fill the memory nor take hours.
 MOST_FOREIGN_BYTES, MOST_FOREIGN_FILES = 1 << 26, 50_000
 # Curves of hundreds of values a line come to gigabytes in a run of weeks, which must go on: of the
-# lines for curves only those in so many last bytes of a file are read. Of the others there are few.
+# lines for curves only those in so many last bytes of a file are read. All other lines are few.
 CURVE_BYTES = 1 << 26
-# The beginning of such a line, as `Journal` writes it: its time and its kind.
+# The beginning of a line for a curve, as `Journal` writes it: its time and its kind.
 CURVE_START = rb'\{"time": (\d{1,14}\.?\d*), "event": "(metrics|ranks)"'
 _IS_OF_CURVE = re.compile(CURVE_START).match
 LONGEST_LINE = 1 << 20  # bytes; names of 5,000 nodes are a tenth of it
@@ -53,15 +53,15 @@ class LineReader:
 
     def read(self, path: Path) -> Iterator[bytes]:
         """Yield the lines of a file without their ends. A line of `LONGEST_LINE` bytes or more is
-        left out. In a file of the user's own so is a line of `metrics` or `ranks` before the last
-        `CURVE_BYTES`.
+        left out. In a file of the user's own a line of `metrics` or `ranks` before the last
+        `CURVE_BYTES` is left out, too.
 
         Raises
         ------
         OSError
             the file can't be read, is no regular file, or lies behind a link of another user; the
-            budget for other users' files is spent; or another user's file has a line that would be
-            left out for its length, as a sparse file has
+            budget for other users' files is spent; or a file of another user has a line of
+            `LONGEST_LINE` bytes or more, as a sparse file has
         """
         with open_data(path) as file:
             status = os.fstat(file.fileno())
@@ -71,11 +71,11 @@ class LineReader:
             yield from lines if old_bytes <= 0 else _without_old_curve(lines, old_bytes)
 
     def _lines(self, file: BinaryIO, is_foreign: bool, path: Path) -> Iterator[bytes]:
-        """Yield the lines of an open file as `read` does, also those of curves. Where the file is
-        another user's (`is_foreign`), raise OSError, which names `path`, for a spent budget or a
-        line that is too long."""
+        """Yield the lines of an open file as `read` does, also all those of curves, and count the
+        file in the budget. Where the file is another user's (`is_foreign`), raise OSError, which
+        names `path`, for a spent budget or a line that is too long."""
         self._files += is_foreign
-        is_rest = False  # of a line that is too long
+        is_rest = False  # True for the rest of a line that is too long
         while line := file.readline(LONGEST_LINE):
             self._bytes += len(line) if is_foreign else 0
             is_spent = self._bytes > MOST_FOREIGN_BYTES or self._files > MOST_FOREIGN_FILES
@@ -91,7 +91,7 @@ def _without_old_curve(lines: Iterator[bytes], old_bytes: int) -> Iterator[bytes
     """Yield lines of a file, except those of `metrics` and `ranks` within its first `old_bytes`."""
     count = 0
     for line in lines:
-        count += len(line) + 1
+        count += len(line) + 1  # its end
         if count > old_bytes or not _IS_OF_CURVE(line):
             yield line
 
@@ -100,7 +100,8 @@ def _read_ahead(
     pool: ThreadPoolExecutor, folder: Path, names: Sequence[str]
 ) -> list[SmallFile | None]:
     """Return the files with these names as `read_small_files` does: many by the threads of the
-    pool, few by this thread. Raise OSError where the folder can't be opened."""
+    pool, `AT_ONCE` / `READER_THREADS` or fewer by this thread. Raise OSError where the folder can't
+    be opened."""
     size = AT_ONCE // READER_THREADS
     parts = [names[begin : begin + size] for begin in range(0, len(names), size)]
     if len(parts) == 1:

@@ -1,4 +1,4 @@
-"""The rank for which the others wait, from the `ranks` events of a journal.
+"""Finds the rank for which the others wait, from the `ranks` events of a journal.
 
 All ranks of a job end their steps together, whichever rank is slow. So each rank measures its own
 work: the time of a step without the wait for other ranks. Rank 0 writes these times rarely, and
@@ -26,8 +26,8 @@ SIGNIFICANT_DIGITS = 4
 @dataclass(frozen=True)
 class Slow:
     """A rank for which the others have waited for long. `own_s` is the time per step, in seconds,
-    of its own work, or of its wait for data where only that is slow; `others_s` is the median of
-    all ranks. `data` says that the rank's loader takes the time. `node` is None where it is not
+    of its own work, or of its wait for data where only this wait is slow; `others_s` is the median
+    of all ranks. `data` is True if the rank's loader takes the time. `node` is None where it is not
     known."""
 
     rank: int
@@ -59,8 +59,8 @@ def summarize_times(
     `step_s` is rank 0's whole step. The event has the `MOST_RANKS` ranks that lie furthest above
     the median of all ranks, by either time.
     """
-    excess = [_excess(own_s) for own_s in (data_s, busy_s) if own_s]
-    largest = [max(of_rank) for of_rank in zip(*excess, strict=True)]
+    excess = [_excess(seconds) for seconds in (data_s, busy_s) if seconds]
+    largest = [max(of_rank) for of_rank in zip(*excess, strict=True)]  # by rank
     slowest = heapq.nlargest(MOST_RANKS, range(len(largest)), key=largest.__getitem__)
     ranks = sorted(slowest)
     return StepTiming(
@@ -101,15 +101,15 @@ def slow_rank(events: Sequence[JournalEvent]) -> Slow | None:
     event in which it was the slowest of all; None where there is none.
 
     `events` is a journal, by attempt and time. Only the last `IN_A_ROW` `ranks` events since the
-    newest start count: the rank is slow in all of them, and the slowest of all ranks in one. None
-    where there are fewer events.
+    newest start count: the rank is slow in all of them, and the slowest of all ranks in at least
+    one. None where there are fewer events.
     """
     starts = [i for i, event in enumerate(events) if isinstance(event, (Started, WorkerStarted))]
     newest = events[max(starts, default=0) :]
     last = [event for event in newest if isinstance(event, StepTiming)][-IN_A_ROW:]
     if len(last) < IN_A_ROW:
         return None
-    slow_ranks = [_slow_in(event) for event in last]
+    slow_ranks = [_slow_ranks_of(event) for event in last]
     always = set(slow_ranks[0]).intersection(*slow_ranks)
     for event, slow in zip(reversed(last), reversed(slow_ranks), strict=True):
         if event.slowest in always:
@@ -117,12 +117,12 @@ def slow_rank(events: Sequence[JournalEvent]) -> Slow | None:
     return None
 
 
-def _slow_in(event: StepTiming) -> dict[int, Slow]:
+def _slow_ranks_of(event: StepTiming) -> dict[int, Slow]:
     """Return the ranks that were slow in one `ranks` event, by rank; {} where none was.
 
-    These are the ranks that are slow by their own work. Only where there are none, ranks that are
-    slow by their wait for data are returned: while rank 0 waits for data, the others may wait for
-    rank 0's buffers, and that counts as their own work.
+    These are the ranks that are slow by their own work. Only where there are none, the ranks that
+    are slow by their wait for data are returned: while rank 0 waits for data, the others may wait
+    for rank 0's buffers, and this wait counts as their own work.
     """
     data, usual_data = event.data_s, _median_of(event.data_quartiles_s)
     slow: dict[int, Slow] = {}
@@ -132,9 +132,11 @@ def _slow_in(event: StepTiming) -> dict[int, Slow]:
     ):
         usual = _median_of(quartiles)
         for index, (rank, seconds) in enumerate(zip(event.ranks, own_s or (), strict=False)):
-            more = seconds - usual
-            if seconds >= SLOW_FACTOR * usual and more >= LEAST_SHARE * event.step_s and more > 0:
-                waits = len(data) > index and data[index] - usual_data >= more / 2
+            excess = seconds - usual
+            is_worth_a_word = excess >= LEAST_SHARE * event.step_s and excess > 0
+            if seconds >= SLOW_FACTOR * usual and is_worth_a_word:
+                # A damaged event may have fewer waits than ranks.
+                waits = len(data) > index and data[index] - usual_data >= excess / 2
                 node = event.node if rank == event.slowest else None
                 slow[rank] = Slow(rank, node, seconds, usual, waits)
         if slow:

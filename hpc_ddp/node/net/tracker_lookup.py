@@ -25,7 +25,7 @@ from urllib.parse import urlsplit
 from hpc_ddp.core.attempt_env import AttemptEnv
 from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.file_io import make_folders, patiently, read_word, write_whole
-from hpc_ddp.core.job.trackers import SET_HERE, mlflow_id
+from hpc_ddp.core.job.trackers import SET_HERE, mlflow_id_file
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node.net.place import Place
 
@@ -171,7 +171,7 @@ def _create_mlflow_run(run: RunFolder, environ: Mapping[str, str]) -> str:
     last = next((line for line in reversed(lines) if line.strip()), "").strip()
     if client.returncode:
         raise RuntimeError("MLflow: " + _without_password(last))
-    write_whole(mlflow_id(run, AttemptEnv.from_env(environ).first_attempt), last + "\n")
+    write_whole(mlflow_id_file(run, AttemptEnv.from_env(environ).first_attempt), last + "\n")
     return last
 
 

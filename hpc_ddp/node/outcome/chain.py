@@ -133,7 +133,7 @@ def _end_state(run: RunFolder, job_id: str) -> str:
         return slurm.show_job(job_id, give_up=math.inf).state
     except HpcDdpError:
         try:
-            return slurm.record(job_id).state
+            return slurm.find_record(job_id).state
         except HpcDdpError as error:
             raise HpcDdpError(
                 f"how job {job_id}, which has queued this one, has ended is not known any more, so"

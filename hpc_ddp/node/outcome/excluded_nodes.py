@@ -28,7 +28,7 @@ def keep_off(run: RunFolder, job_id: str, give_up: float | None = None) -> None:
     if nodes is None:
         return
     try:
-        slurm.update(job_id, f"ExcNodeList={','.join(nodes)}")
+        slurm.update_job(job_id, f"ExcNodeList={','.join(nodes)}")
     except HpcDdpError as error:
         say(error.message)
     else:

@@ -174,7 +174,7 @@ def judge(
         restarts=env.restarts,
         nodes=nodes,
         records=records,
-        lost_nodes=slurm.unusable(silent) if job else [],
+        lost_nodes=slurm.unusable_nodes(silent) if job else [],
         events=since_submit(run.events(), attempt.number),
         gpu_hours=_gpu_hours(run, spec),
         most_requeues=run.most_requeues,

@@ -101,6 +101,6 @@ def _nodes_left(environ: dict[str, str]) -> list[str]:
         job = slurm.show_job(job_id)
         if job.state != "RUNNING" or job.restarts != AttemptEnv.from_env(environ).restarts:
             return []
-        return slurm.expand_hosts(slurm.record(job_id).nodes)
+        return slurm.expand_hosts(slurm.find_record(job_id).nodes)
     except HpcDdpError:
         return []

@@ -181,7 +181,7 @@ def _restore_limit(spec: JobSpec, job_id: str, limit_s: float | None) -> None:
     if not spec.time_min or spec.time_s is None or (limit_s or 0) >= spec.time_s:
         return
     try:
-        slurm.update(job_id, f"TimeLimit={spec.time}")
+        slurm.update_job(job_id, f"TimeLimit={spec.time}")
     except HpcDdpError as error:
         say(
             f"the next attempt has the time limit of this one, and not {spec.time}: {error.message}"
@@ -283,7 +283,7 @@ def _end_state_of(link: JobRef, give_up: float) -> str:
         return ""
     except HpcDdpError:
         with suppress(HpcDdpError):
-            state = slurm.record(link).state
+            state = slurm.find_record(link).state
             return state if state.partition(" ")[0] in (*OVER, "COMPLETING") else ""
         return "CANCELLED"
     if job.is_cancelled:

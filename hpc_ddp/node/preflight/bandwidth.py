@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
-from hpc_ddp.core.accelerators import usable
+from hpc_ddp.core.accelerators import usable_accelerator
 from hpc_ddp.node.preflight.messages import report
 
 TURNS = 5  # in which a node meets at least three others, where there are that many
@@ -55,7 +55,7 @@ def accelerators(torch: Any) -> tuple[str | None, int]:
     Accelerators whose tensors no backend of this torch can send do not count: Apple's, and NVIDIA's
     where torch is built without NCCL.
     """
-    device, dist = usable(torch), torch.distributed
+    device, dist = usable_accelerator(torch), torch.distributed
     if device is None or not dist.is_backend_available(
         dist.get_default_backend_for_device(device.type)
     ):

@@ -32,7 +32,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
-from hpc_ddp.core.accelerators import VENDORS, device_files, visible
+from hpc_ddp.core.accelerators import VENDORS, device_files, listed_devices
 from hpc_ddp.core.process import NOTICE_SIGNALS
 from hpc_ddp.node.net import fabric_lookup, network
 from hpc_ddp.node.net.place import Place
@@ -126,7 +126,7 @@ def gpus(
     vendors = [VENDORS[name]] if name else VENDORS.values()
     variables: dict[str, int] = {}
     for vendor in vendors:
-        variables |= visible(vendor, environ)
+        variables |= listed_devices(vendor, environ)
     present = listed if listed is not None else files.get(name)
     if present is not None:  # one file may be several devices: as many as the job wants, then
         variables[FILES] = max(present, min(wanted, present * VENDORS[name].tiles))

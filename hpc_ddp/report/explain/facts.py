@@ -285,7 +285,7 @@ def _read_record(jobs: Sequence[JobRef]) -> dict[str, Any]:
     refusal, is_forgotten = "", False
     for job in jobs[-2:]:
         try:
-            records[job.id] = slurm.record(job)
+            records[job.id] = slurm.find_record(job)
         except HpcDdpError as error:
             refusal, is_forgotten = error.message, isinstance(error, slurm.UnknownJobError)
             continue

@@ -28,7 +28,7 @@ from hpc_ddp.core.journal.events import (
 from hpc_ddp.core.journal.journal import is_finished, last_event, last_step, read_briefly
 from hpc_ddp.core.journal.stragglers import slow_rank
 from hpc_ddp.core.run_folder import RunFolder
-from hpc_ddp.live_jobs import Life, Queue, describe_job, describe_work, leaves_nothing
+from hpc_ddp.live_jobs import Life, Queue, describe_job, describe_work, has_ended_for_good
 from hpc_ddp.report.explain.patterns import explain_pending
 from hpc_ddp.report.status.state import RunState, find_state
 from hpc_ddp.slurm_text import QueuedJob
@@ -232,11 +232,11 @@ def has_ended(run: RunFolder) -> bool:
         return True
     events = run.events()
     started, is_done = last_event(events, Started), is_finished(events)
-    if is_done and leaves_nothing(events):
+    if is_done and has_ended_for_good(events):
         return True
     is_local = started is not None and started.pid is not None
     try:
-        queue = Queue(None if is_local else slurm.queue())
+        queue = Queue(None if is_local else slurm.list_jobs())
     except HpcDdpError:
         return is_done
     if is_done:

@@ -21,7 +21,7 @@ from hpc_ddp.core.job.option_declaration import (
     options_of,
 )
 from hpc_ddp.core.job.options import JobSpec
-from hpc_ddp.core.job.slurm_options import with_own_keys
+from hpc_ddp.core.job.slurm_options import move_to_own_keys
 from hpc_ddp.submission.settings import operators, sites
 from hpc_ddp.submission.settings.defaults import NO_FILE, is_same_program, names_no_file
 from hpc_ddp.submission.settings.trust import read_toml
@@ -331,7 +331,7 @@ def _checked(
     """Return `layer`, the settings of a file or of one of its tables, after a check and changes in
     place: the paths of `script` (if a file), `template` and `notify` begin with the file's folder,
     or for ``~`` the home folder; variables and `gpus-per-node` become texts; some raw options of
-    `sbatch` become keys (`with_own_keys`).
+    `sbatch` become keys (`move_to_own_keys`).
 
     `keys` are the accepted ones; without `is_strict` another key is dropped with a warning. Raise
     UsageError for an unknown key (if `is_strict`), for a value of the wrong kind, and for a `layer`
@@ -363,4 +363,4 @@ def _checked(
         layer["env"][name] = str(value)
     if isinstance(layer.get("gpus-per-node"), int):
         layer["gpus-per-node"] = str(layer["gpus-per-node"])
-    return with_own_keys(layer, keys)
+    return move_to_own_keys(layer, keys)

@@ -260,7 +260,7 @@ class Restorer:
         Raise DiskError if it can't be read whether the run has had one.
         """
         with reading(self._run.checkpoints):
-            lost = damaged or checkpoints.lost(self._run)
+            lost = damaged or checkpoints.describe_lost(self._run)
         if lost:
             raise HpcDdpError(
                 f"{self._run.path} has no good checkpoint any more, and does not begin at step 0"

@@ -24,8 +24,8 @@ def test_a_submitted_job_is_no_failure_where_stdout_takes_nothing(
     """A script that repeats what has failed would submit it twice."""
     code = (
         "from types import SimpleNamespace as N; from hpc_ddp.cli import jobs;"
-        "jobs._begin = lambda *words: N(process=None, job=N(id='7'));"
-        "jobs._start(N(run=N(path='/r'), spec=N(backend='slurm')), "
+        "jobs._start_run = lambda *words: N(process=None, job=N(id='7'));"
+        "jobs._start_and_report(N(run=N(path='/r'), spec=N(backend='slurm')), "
         f"{as_json})"
     )
     with open("/dev/full", "w") as full:
@@ -70,7 +70,7 @@ def test_signals_before_the_process_runs_are_passed_on_later(
 ) -> None:
     handlers: dict[int, Any] = {}
     monkeypatch.setattr(signal, "signal", lambda number, call: handlers.update({number: call}))
-    forward = jobs.Forward().install()
+    forward = jobs.SignalForwarder().install()
     handlers[signal.SIGINT](signal.SIGINT, None)
     process = subprocess.Popen(["sleep", "600"])
     started = backends.StartedRun(process=process)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_ddp.core.accelerators import device_files, expected, hiding_env
+from hpc_ddp.core.accelerators import device_files, expected_devices, hiding_env
 
 
 def test_device_files_belong_to_the_vendor_of_the_device(tmp_path: Path) -> None:
@@ -66,15 +66,15 @@ def machine(tmp_path: Path) -> Path:
 def test_devices_are_expected_where_nothing_hides_them(
     machine: Path, environ: dict[str, str], counts: dict[str, int]
 ) -> None:
-    assert expected(environ, machine) == counts
+    assert expected_devices(environ, machine) == counts
 
 
 def test_none_is_expected_where_no_file_may_be_opened(
     machine: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Slurm takes devices of other jobs away so; and machines have none at all."""
-    assert expected({}, machine / "none") == {}
+    assert expected_devices({}, machine / "none") == {}
     monkeypatch.setattr(os, "access", lambda path, mode: path.name == "nvidia1")
-    assert expected({}, machine) == {"NVIDIA": 1}
+    assert expected_devices({}, machine) == {"NVIDIA": 1}
     monkeypatch.setattr(os, "access", lambda path, mode: False)
-    assert expected({}, machine) == {}
+    assert expected_devices({}, machine) == {}

@@ -21,8 +21,8 @@ from hpc_ddp.core.checkpoints import (
     all_of,
     facts_of,
     find_damage,
-    health,
     verify,
+    verify_all,
 )
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.training.checkpoint.storage import disk
@@ -78,7 +78,7 @@ def test_health_is_listed_oldest_first(tmp_path: Path) -> None:
         disk.publish(write_draft(tmp_path, step), 0)
     (tmp_path / "step-9" / "state.pt").unlink()
     write_draft(tmp_path, 11)
-    rows = checkpoints.health(tmp_path)
+    rows = checkpoints.verify_all(tmp_path)
     assert [(row.name, row.problem) for row in rows] == [
         ("step-8", None),
         ("step-9", "state.pt is missing"),
@@ -182,7 +182,7 @@ def test_stray_files_with_names_of_checkpoints_are_damaged(tmp_path: Path) -> No
         "b is no file",
         *["manifest.json is no file"] * 3,
     ]
-    assert len(checkpoints.health(tmp_path)) == 4
+    assert len(checkpoints.verify_all(tmp_path)) == 4
 
 
 def test_only_a_file_that_a_readable_folder_lacks_is_missing(
@@ -213,7 +213,7 @@ def test_only_a_file_that_a_readable_folder_lacks_is_missing(
 
 def test_checkpoints_are_set_aside_and_kept(tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "name" / "run").make()
-    assert checkpoints.lost(run) == []
+    assert checkpoints.describe_lost(run) == []
     write_checkpoint(run.checkpoints, "step-4")
     (run.checkpoints / "step-5.tmp-0").mkdir()
     run.journal("rank-0", 3).write(raw("checkpoint", step=4))
@@ -221,9 +221,9 @@ def test_checkpoints_are_set_aside_and_kept(tmp_path: Path) -> None:
     assert checkpoints.set_aside(run) == run.checkpoints / "aside-0"
     assert find_damage(run.checkpoints / "aside-0" / "step-4") is None
     assert [path.name for path in run.checkpoints.iterdir()] == ["aside-0"]
-    assert checkpoints.lost(run) == []
+    assert checkpoints.describe_lost(run) == []
     run.journal("rank-0", 4).write(raw("checkpoint", step=2))
-    assert checkpoints.lost(run) == ["step-2: it was saved, and is gone"]
+    assert checkpoints.describe_lost(run) == ["step-2: it was saved, and is gone"]
     write_checkpoint(run.checkpoints, "step-2")
     assert checkpoints.set_aside(run) == run.checkpoints / "aside-1"
 
@@ -250,7 +250,7 @@ def test_health_covers_all_kinds_of_folders(tmp_path: Path) -> None:
     (tmp_path / "step-3.old-0").mkdir()
     (tmp_path / "step-x").mkdir()
     os.utime(tmp_path / "step-2", (time.time() - 500, time.time() - 500))
-    rows = health(tmp_path)
+    rows = verify_all(tmp_path)
     names = ["step-2", "step-3.bad-0-1", "step-3.old-0", "step-9", "step-10"]
     assert [row.name for row in rows] == names
     assert rows[-1] == Health("step-10", rows[-1].age_s, 30, 2, best=False, problem=None)
@@ -274,4 +274,4 @@ def test_bytes_read_are_reported(tmp_path: Path) -> None:
     read: list[int] = []
     assert checkpoints.facts_of(folder / "a", read.append).size == 1000
     assert read == [1000]
-    assert checkpoints.health(tmp_path)[0].problem == "manifest.json is missing"
+    assert checkpoints.verify_all(tmp_path)[0].problem == "manifest.json is missing"

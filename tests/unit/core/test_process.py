@@ -33,7 +33,8 @@ def test_a_zombie_is_not_live() -> None:
     with subprocess.Popen(["true"]) as child:
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
         assert process._began(child.pid) is None
-    assert process._exists(os.getpid()) is None  # where there is /proc, that has the answer
+    # Where there is /proc, that has the answer.
+    assert process._began_without_proc(os.getpid()) is None
     assert signal.SIGRTMIN < process.SHOW_STACKS < signal.SIGRTMAX
 
 
@@ -108,9 +109,9 @@ def test_a_process_is_identified_by_its_number_without_proc(
 def test_handled_and_ignored_signals_are_told_apart() -> None:
     before = signal.signal(signal.SIGUSR2, lambda *_: None)
     try:
-        assert process.handles(os.getpid(), signal.SIGUSR2)
+        assert process.handles_signal(os.getpid(), signal.SIGUSR2)
         signal.signal(signal.SIGUSR2, signal.SIG_IGN)
-        assert process.handles(os.getpid(), signal.SIGUSR2) is False
+        assert process.handles_signal(os.getpid(), signal.SIGUSR2) is False
     finally:
         signal.signal(signal.SIGUSR2, before)
 
@@ -125,7 +126,7 @@ def test_a_process_may_have_any_bytes_for_its_name() -> None:
         assert b"\xc3\n" in Path(f"/proc/{child.pid}/comm").read_bytes()
         assert process.proc_text(child.pid, "comm").startswith("überwachungs-")
         assert process.began_at(child.pid) is not None
-        assert not process.handles(child.pid, signal.SIGTERM)
+        assert not process.handles_signal(child.pid, signal.SIGTERM)
         child.communicate(b"\n")
 
 

@@ -200,7 +200,7 @@ def test_a_manifest_is_checked_before_it_is_believed(
     (tmp_path / "x").write_text("private")
     manifest["crc32"] = checkpoints.manifest_crc(manifest)
     (folder / "manifest.json").write_text(json.dumps(manifest))
-    (row,) = checkpoints.health(tmp_path)
+    (row,) = checkpoints.verify_all(tmp_path)
     assert problem in str(row.problem)
     assert row.bytes is None
 

@@ -54,20 +54,20 @@ def make_stop(**facts: Any) -> EpochStop:
 def test_a_second_loader_of_an_epoch_is_refused() -> None:
     stop = make_stop(epoch=0, batches=0)
     second = pytest.raises(UsageError, match=r"called within another stop\.batches")
-    with stop._only_loader(0), second, stop._only_loader(1):
+    with stop._loop_over_batches(0), second, stop._loop_over_batches(1):
         pass
     stop._begin_epoch(0)
     stop._end_epoch()
-    with pytest.raises(UsageError, match="called again for epoch 0"), stop._only_loader(0):
+    with pytest.raises(UsageError, match="called again for epoch 0"), stop._loop_over_batches(0):
         pass
-    with stop._only_loader(1):
+    with stop._loop_over_batches(1):
         pass
 
 
 def test_batches_before_load_are_refused() -> None:
     stop = make_stop(epoch=0, batches=0)
     stop._is_restored = False
-    with pytest.raises(UsageError, match=r"before stop\.load"), stop._only_loader(0):
+    with pytest.raises(UsageError, match=r"before stop\.load"), stop._loop_over_batches(0):
         pass
 
 

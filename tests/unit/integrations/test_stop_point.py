@@ -224,7 +224,7 @@ def test_a_finish_in_a_finally_ends_no_run_that_is_stopped(
     with pytest.raises(SystemExit):
         train()
     stop.finish()
-    assert stop._journal_end not in exits
+    assert stop._journal_finished not in exits
     assert len(named(run, "stopped")) == 1
 
 
@@ -244,9 +244,9 @@ def test_a_finish_on_the_way_out_of_an_error_does_nothing(run: RunFolder, exits:
         stop.step()
         with pytest.raises(ValueError, match="second"):
             fail()
-        assert stop._journal_end not in exits
+        assert stop._journal_finished not in exits
         stop.finish()
-    assert stop._journal_end in exits
+    assert stop._journal_finished in exits
 
 
 def test_the_end_of_a_superseded_attempt_is_not_journaled(run: RunFolder, exits: list[Any]) -> None:

@@ -14,7 +14,7 @@ import pytest
 from hpc_ddp.core import process
 from hpc_ddp.core.errors import CAN_GO_ON, HpcDdpError, UsageError
 from hpc_ddp.core.job.options import JobSpec
-from hpc_ddp.core.job.task_folder import task_of
+from hpc_ddp.core.job.task_folder import make_task
 from hpc_ddp.core.journal.enums import Action, Cause
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node import dry_run
@@ -399,7 +399,7 @@ def test_the_tasks_of_a_sweep_are_played_one_after_the_other(
     sweep: RunFolder, capfd: pytest.CaptureFixture[str]
 ) -> None:
     sweep.cancelled.touch()
-    task_of(sweep, 2).cancelled.touch()  # both of an earlier start
+    make_task(sweep, 2).cancelled.touch()  # both of an earlier start
     Played.codes = {2: 3, 3: 4}
     assert dry_run.main(["python", "t.py"]) == 3
     words = [(index, ["python", "t.py", f"--lr={index + 1}"]) for index in (1, 2, 3)]
@@ -409,9 +409,9 @@ def test_the_tasks_of_a_sweep_are_played_one_after_the_other(
 
 
 def test_a_task_that_is_finished_is_not_played_again(sweep: RunFolder) -> None:
-    journal = task_of(sweep, 2).journal("batch")
+    journal = make_task(sweep, 2).journal("batch")
     journal.write(raw("verdict", cause="finished", action="none", why="", exit_code=0))
-    assert task_of(sweep, 2).finished()
+    assert make_task(sweep, 2).finished()
     assert dry_run.main(["python", "t.py"]) == 0
     assert _indexes() == [1, 3]
 
@@ -443,7 +443,7 @@ def test_a_task_that_is_cancelled_while_another_one_runs_is_passed_over(
     play = Played.play
 
     def play_and_cancel(played: Played) -> int:
-        task_of(sweep, 2).cancelled.touch()
+        make_task(sweep, 2).cancelled.touch()
         return play(played)
 
     monkeypatch.setattr(Played, "play", play_and_cancel)
@@ -469,7 +469,7 @@ def test_an_error_is_printed_with_its_exit_code(
     def refuse(run: RunFolder, index: int) -> None:
         raise HpcDdpError("no GPU hours are left")
 
-    monkeypatch.setattr(dry_run, "task_of", refuse)
+    monkeypatch.setattr(dry_run, "make_task", refuse)
     assert dry_run.main(["python", "t.py"]) == 1
     assert "no GPU hours are left" in "".join(capfd.readouterr())
 

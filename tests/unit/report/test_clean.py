@@ -17,7 +17,7 @@ from hpc_ddp.core import checkpoints, process
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.job.job_ref import JobRef
 from hpc_ddp.core.job.options import JobSpec
-from hpc_ddp.core.job.trackers import mlflow_id
+from hpc_ddp.core.job.trackers import mlflow_id_file
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.core.run_index import all_runs, link_job
 from hpc_ddp.live_jobs import Queue
@@ -328,7 +328,7 @@ def test_an_unfinished_run_without_results_is_deleted(root: Path, make: Any) -> 
     ours = (run.script, run.limits_json, run.early_links, run.cancelled, run.unstaged)
     names = (".start", ".nfs0000a1", ".fuse_hidden01", ".__afs1", ".job.json.0123456789abcdef")
     hidden = (run.path / name for name in names)
-    for path in (*ours, mlflow_id(run), mlflow_id(run, 3), run.path / "stage", *hidden):
+    for path in (*ours, mlflow_id_file(run), mlflow_id_file(run, 3), run.path / "stage", *hidden):
         path.write_text("{}")
     make("2", end="failed", steps=[]).path.joinpath(".aim").mkdir()  # as Aim's own repository
     assert deleted_by(root) == {"1"}

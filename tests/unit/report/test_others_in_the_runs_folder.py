@@ -157,7 +157,7 @@ def test_the_state_of_another_users_run_is_not_guessed(
     theirs = status_of(run, Queue({}))
     assert theirs.state is RunState.UNKNOWN
     assert theirs.why == "of user vera, whose jobs are not looked at"
-    monkeypatch.setattr("hpc_ddp.slurm.queue", dict)
+    monkeypatch.setattr("hpc_ddp.slurm.list_jobs", dict)
     assert not has_ended(run)  # `logs -f` goes on
 
 

@@ -55,7 +55,7 @@ def test_changes_of_a_job_call_slurms_commands(slurm_commands: Slurm, tmp_path: 
     for command in ("scontrol", "sbatch", "scancel"):
         slurm_commands.answer(command)
     slurm.requeue("7")
-    slurm.update("7", "ExcNodeList=n1,n2")
+    slurm.update_job("7", "ExcNodeList=n1,n2")
     assert slurm.why_refused(Path("job"), "--exclude=n1") == ""
     slurm.cancel(["7", "8_1"])
     assert slurm_commands.calls("scontrol") == [
@@ -75,7 +75,7 @@ def test_changes_of_a_job_call_slurms_commands(slurm_commands: Slurm, tmp_path: 
             "sbatch refused: no answer is laid down for sbatch",
         ),
         (lambda: slurm.takes_option("sbatch", "gres"), False),
-        (lambda: slurm.unusable(["n1"]), []),
+        (lambda: slurm.unusable_nodes(["n1"]), []),
         (lambda: slurm.show_accounting("qos"), []),
         (lambda: slurm.show_accounting("user", "me", "withassoc"), []),
     ],
@@ -164,7 +164,7 @@ def test_an_array_lives_as_long_as_one_of_its_tasks(
     slurm_commands: Slurm, rows: str, states: dict[str, str]
 ) -> None:
     slurm_commands.answer("squeue", squeue_rows(rows))
-    assert {id: job.state for id, job in slurm.queue().items()} == states
+    assert {id: job.state for id, job in slurm.list_jobs().items()} == states
 
 
 def test_lines_of_the_queue_are_parsed(slurm_commands: Slurm, tmp_path: Path) -> None:
@@ -174,7 +174,7 @@ def test_lines_of_the_queue_are_parsed(slurm_commands: Slurm, tmp_path: Path) ->
         "6|6|RUNNING|None|n1|2:00|/w|/a|b\n7|7|PREEMPTED|None||2:00|/w|(null)\ntorn|\n"
     )
     slurm_commands.answer("squeue", squeue_rows(rows))
-    assert slurm.queue() == {
+    assert slurm.list_jobs() == {
         "5": QueuedJob("PENDING", "Priority", "n[1-2]", "1:00", f"{tmp_path}/job.sh", "name"),
         "6": QueuedJob("RUNNING", "None", "n1", "2:00", "/a|b", "name"),
         "7": QueuedJob("PREEMPTED", "None", "", "2:00", "(null)", "name"),
@@ -185,7 +185,7 @@ def test_a_job_that_is_forgotten_is_in_the_accounting(slurm_commands: Slurm) -> 
     slurm_commands.answer("scontrol", err="Invalid job id specified", code=1)
     row = "CANCELLED by 1000|None|0:15|n1|2026-11-21T10:00:00"
     slurm_commands.answer("sacct", f"a line|of another kind\nFAILED||1:0||\n{row}\n")
-    record = slurm.record("7")
+    record = slurm.find_record("7")
     assert record == JobRecord("CANCELLED", "None", "0:15", "n1", record.start_time)
     assert record.start_time is not None
     assert slurm_commands.calls("sacct")[0][-1] == "--jobs=7"
@@ -196,19 +196,19 @@ def test_an_unknown_job_is_an_error(slurm_commands: Slurm, accounting: tuple[str
     slurm_commands.answer("scontrol", err="Invalid job id specified", code=1)
     slurm_commands.answer("sacct", accounting[0], code=accounting[1])
     with pytest.raises(HpcDdpError, match="scontrol refused: Invalid job id"):
-        slurm.record("7")
+        slurm.find_record("7")
 
 
 def test_nodes_that_are_down_or_do_not_answer(slurm_commands: Slurm) -> None:
     states = "n1|idle\nn2|down*\nn3|drained\nn4|mixed*\nn5|failing\nn6|allocated\nodd\n"
     slurm_commands.answer("sinfo", states)
     nodes = ["n6", "n5", "n4", "n3", "n2", "n1", "n0"]
-    assert slurm.unusable(nodes) == ["n5", "n4", "n3", "n2"]
-    assert slurm.unusable([]) == []
+    assert slurm.unusable_nodes(nodes) == ["n5", "n4", "n3", "n2"]
+    assert slurm.unusable_nodes([]) == []
     assert len(slurm_commands.calls("sinfo")) == 1
     many = [f"nid{number:05}.cluster.site.org" for number in range(9999)]
     slurm_commands.answer("sinfo", f"{many[-1]}|down\n")
-    assert slurm.unusable(many) == [many[-1]]
+    assert slurm.unusable_nodes(many) == [many[-1]]
 
 
 def test_names_that_are_too_long_for_a_command_are_refused(

@@ -99,7 +99,7 @@ def test_options_of_a_profile_hide_no_job(
     monkeypatch.setenv(name, "high")
     slurm_commands.answer_by("squeue", f'printf %s "${name}"')
     slurm_commands.answer_by("scancel", f'[ -z "${name}" ]')
-    assert slurm.queue() == {}
+    assert slurm.list_jobs() == {}
     slurm.cancel(["7"])
     assert name not in asking_env({name: "high"})
 

@@ -19,7 +19,7 @@ import pytest
 from hpc_ddp.core import file_owners
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.job.options import JobSpec
-from hpc_ddp.core.job.task_folder import task_of
+from hpc_ddp.core.job.task_folder import make_task
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.submission import backends, plan
 from hpc_ddp.submission.package_files import PACKAGE
@@ -56,7 +56,7 @@ def test_nothing_of_a_run_can_be_written_by_its_group(
         run = plan.plan_new(settings, project, tmp_path / "runs").write()
         backends.render(run)
         backends.SubmititBackend().write_further_files(run)
-        task_of(run.run, 0)
+        make_task(run.run, 0)
         run.run.claim_attempt({}, lambda _: False)
         run.run.journal("worker").write(raw("first_step", step=1))  # a worker has its user's umask
         assert os.umask(0o002) == 0o002

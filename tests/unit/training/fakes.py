@@ -58,7 +58,7 @@ def give_gpus(monkeypatch: pytest.MonkeyPatch, count: int, kind: str = "cuda") -
         "torch.accelerator.current_accelerator", lambda check_available=False: device
     )
     monkeypatch.setattr("torch.accelerator.set_device_index", current.append)
-    monkeypatch.setattr("hpc_ddp.core.accelerators.expected", lambda environ: {})
+    monkeypatch.setattr("hpc_ddp.core.accelerators.expected_devices", lambda environ: {})
     return current
 
 

@@ -114,7 +114,7 @@ def test_a_run_takes_no_cpus_where_there_are_gpus(
 ) -> None:
     give_gpus(monkeypatch, 0)
     assert choose_devices(DistEnv()) == [CPU]
-    monkeypatch.setattr("hpc_ddp.core.accelerators.expected", lambda environ: counts)
+    monkeypatch.setattr("hpc_ddp.core.accelerators.expected_devices", lambda environ: counts)
     monkeypatch.setattr(torch.version, "cuda", version)
     with pytest.raises(HpcDdpError) as caught:
         choose_devices(DistEnv())
@@ -123,7 +123,7 @@ def test_a_run_takes_no_cpus_where_there_are_gpus(
     assert words.startswith(hint)
     assert "hide them: " in words
     give_gpus(monkeypatch, 1, "mps")  # torch sees it, and has no backend for it
-    monkeypatch.setattr("hpc_ddp.core.accelerators.expected", lambda environ: counts)
+    monkeypatch.setattr("hpc_ddp.core.accelerators.expected_devices", lambda environ: counts)
     assert choose_devices(DistEnv()) == [CPU]
 
 

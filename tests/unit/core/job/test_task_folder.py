@@ -9,7 +9,7 @@ import pytest
 from hpc_ddp.core import file_io
 from hpc_ddp.core.job import task_folder
 from hpc_ddp.core.job.options import JobSpec
-from hpc_ddp.core.job.task_folder import task_of
+from hpc_ddp.core.job.task_folder import make_task
 from hpc_ddp.core.run_folder import RunFolder
 from unit.fakes import stop_clock
 
@@ -29,7 +29,7 @@ def test_a_disk_that_is_read_only_for_seconds_is_waited_for(
         write(path, text, mode)
 
     monkeypatch.setattr(task_folder, "write_whole", refuse)
-    task = task_of(run, 1)
+    task = make_task(run, 1)
     assert len(clock.slept) == 3
     assert JobSpec.from_json(task.job_json.read_text()).args == ("--a=2",)
     assert task.lib.is_symlink()
@@ -38,9 +38,9 @@ def test_a_disk_that_is_read_only_for_seconds_is_waited_for(
 def test_a_job_that_is_written_already_is_left_alone(tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "run").make()
     run.job_json.write_text(JobSpec("t.py", array="0-1").to_json())
-    task = task_of(run, 0)
+    task = make_task(run, 0)
     before = task.job_json.stat()
-    task_of(run, 0)
+    make_task(run, 0)
     assert task.job_json.stat().st_ino == before.st_ino
     task.job_json.write_text("")  # of a start that was killed just then
-    assert task_of(run, 0).job_json.stat().st_size == before.st_size
+    assert make_task(run, 0).job_json.stat().st_size == before.st_size

@@ -9,8 +9,8 @@ import pytest
 
 from hpc_ddp.core.attempt_env import clean_env
 from hpc_ddp.core.job.options import JobSpec
-from hpc_ddp.core.job.task_folder import task_of
-from hpc_ddp.core.job.trackers import SET_HERE, mlflow_id, sync_commands, tracker_env
+from hpc_ddp.core.job.task_folder import make_task
+from hpc_ddp.core.job.trackers import SET_HERE, mlflow_id_file, sync_commands, tracker_env
 from hpc_ddp.core.journal.events import Fresh
 from hpc_ddp.core.journal.journal import first_attempt
 from hpc_ddp.core.run_folder import RunFolder
@@ -30,7 +30,7 @@ def test_a_run_has_the_same_ids_in_each_attempt_and_a_trial_its_own(sweep: RunFo
     assert (env["WANDB_RUN_ID"], env["WANDB_RESUME"]) == ("my-digits-20261124", "allow")
     assert env["WANDB_DIR"] == str(sweep.path)
     assert env[SET_HERE].split() == [name for name in env if name != SET_HERE]
-    trials = [tracker_env(task_of(sweep, index), {}) for index in (0, 1)]
+    trials = [tracker_env(make_task(sweep, index), {}) for index in (0, 1)]
     assert [trial["WANDB_RUN_ID"] for trial in trials] == [
         "my-digits-20261124-task-0",
         "my-digits-20261124-task-1",
@@ -50,18 +50,18 @@ def test_what_the_user_has_set_counts(sweep: RunFolder) -> None:
 
 def test_mlflows_id_is_known_from_the_second_attempt_on(sweep: RunFolder) -> None:
     assert "MLFLOW_RUN_ID" not in tracker_env(sweep, {})
-    mlflow_id(sweep).write_text("abc\n")
+    mlflow_id_file(sweep).write_text("abc\n")
     assert tracker_env(sweep, {})["MLFLOW_RUN_ID"] == "abc"
 
 
 def test_a_copy_of_a_run_is_another_one_of_mlflow(sweep: RunFolder) -> None:
-    mlflow_id(sweep).write_text("abc\n")
+    mlflow_id_file(sweep).write_text("abc\n")
     copy = shutil.copytree(sweep.path, sweep.path.with_name("20261125-000000-abcd"))
     assert "MLFLOW_RUN_ID" not in tracker_env(RunFolder(copy), {})
 
 
 def test_a_run_that_begins_anew_is_another_one_of_the_tracker(sweep: RunFolder) -> None:
-    mlflow_id(sweep).write_text("abc\n")
+    mlflow_id_file(sweep).write_text("abc\n")
     sweep.journal("submit").write(Fresh(2))
     env = tracker_env(sweep, {}, first_attempt(sweep.events()))
     assert env["WANDB_RUN_ID"] == "my-digits-20261124-2"

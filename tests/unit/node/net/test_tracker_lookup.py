@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_ddp.core.job.trackers import SET_HERE, mlflow_id
+from hpc_ddp.core.job.trackers import SET_HERE, mlflow_id_file
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node.net import tracker_lookup
 from tests.waiting import wait_until
@@ -148,9 +148,9 @@ def test_mlflows_run_is_created_once_and_a_failure_is_printed(
         node.trackers.write_text("")
         assert node.answer(MLFLOW_TRACKING_URI=f"{url}/fails", **experiment) == {}
         assert capfd.readouterr().err == prefix + "no answer of https://server\n"
-        assert not mlflow_id(node.run).exists()
+        assert not mlflow_id_file(node.run).exists()
         node.trackers.write_text("")
         assert node.answer(MLFLOW_TRACKING_URI=url, **experiment) == {
             "MLFLOW_RUN_ID": "id of digits, asked with 60 s"
         }
-    assert mlflow_id(node.run).read_text() == "id of digits, asked with 60 s\n"
+    assert mlflow_id_file(node.run).read_text() == "id of digits, asked with 60 s\n"

@@ -62,7 +62,7 @@ def _start(run: RunFolder) -> None:
     prepared = _plan(run, args=("--lr", "9")).write()
     assert read_json(run.job_json)["args"] == ["--lr", "9"]
     assert prepared.code == run.newest_code
-    jobs._begin(prepared, fresh=True)
+    jobs._start_run(prepared, fresh=True)
 
 
 def _break_off(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,7 +88,8 @@ def test_a_refused_start_leaves_the_run_as_it_was(slurm_commands: Slurm, run: Ru
     assert [path.name for path in run.path.glob(".before*")] == []
     for name in checkpoint_names(run):
         (run.checkpoints / name).rename(run.path / name)
-    assert checkpoints.lost(run) == ["step-2: it was saved, and is gone"]  # no longer `fresh`
+    problems = checkpoints.describe_lost(run)
+    assert problems == ["step-2: it was saved, and is gone"]  # no longer `fresh`
 
 
 def test_a_refused_start_begins_nothing_anew(slurm_commands: Slurm, run: RunFolder) -> None:

@@ -60,7 +60,7 @@ def test_files_in_folders_are_published_and_verified(run: RunFolder) -> None:
     assert (folder.name, manifest["format"], manifest["facts"]) == ("step-9", "dcp", {"a": 9})
     assert sorted(manifest["files"]) == ["a", "state/c", "state/model/b"]
     assert [event["bytes"] for event in events_named(run, "checkpoint")] == [3, 3, 3]
-    assert [row.bytes for row in checkpoints.health(run.checkpoints)] == [3, 3]
+    assert [row.bytes for row in checkpoints.verify_all(run.checkpoints)] == [3, 3]
 
 
 def test_a_lost_folder_of_a_checkpoint_is_damage(run: RunFolder) -> None:
