@@ -34,7 +34,7 @@ from typing import Any
 
 from hpc_ddp.core.errors import HpcDdpError
 from hpc_ddp.core.file_io import list_names, make_private, read_json, write_json
-from hpc_ddp.core.job.attempt_folder import AttemptFolder
+from hpc_ddp.core.job.attempt_folder import AttemptFolder, PathIn
 from hpc_ddp.core.job.job_ref import JobRef, remove_duplicates
 from hpc_ddp.core.journal.events import JournalEvent, Queued, Started
 from hpc_ddp.core.journal.journal import Journal, is_finished, node_seconds, read_events
@@ -45,6 +45,28 @@ class RunFolder:
     """One job's life on disk, stable across requeues. `path` is absolute."""
 
     path: Path
+
+    job_json = PathIn("job.json")
+    script = PathIn("job.sbatch")
+    lib = PathIn("lib")
+    code = PathIn("code")
+    submitit = PathIn("submitit")  # its task loads a pickle from there
+    journal_folder = PathIn("journal")
+    logs = PathIn("logs")
+    checkpoints = PathIn("checkpoints")
+    # The JSON file of the limits that operators have set for a run, by their keys.
+    limits_json = PathIn("limits.json")
+    # The JSON file of the chain's jobs that are still in their set-up lines: by the id of such a
+    # job the next job that it has queued.
+    early_links = PathIn("early-links.json")
+    # The note by which a start that Slurm has not accepted is undone.
+    start_note = PathIn(".before-start.json")
+    # The file that exists once the user has cancelled the run: nothing may requeue it then.
+    cancelled = PathIn("cancelled")
+    # The file that exists once a copy of ``--stage`` may be wrong, or the files for it take the
+    # room of a checkpoint; it has the reason. While it exists, no attempt of the run, or of this
+    # task alone, starts from a copy or packs one.
+    unstaged = PathIn("unstaged")
 
     @property
     def is_task(self) -> bool:
@@ -101,49 +123,11 @@ class RunFolder:
         return self.whole.parent.parent
 
     @property
-    def job_json(self) -> Path:
-        return self.path / "job.json"
-
-    @property
-    def start_note(self) -> Path:
-        """The note by which a start that Slurm has not accepted is undone."""
-        return self.path / ".before-start.json"
-
-    @property
-    def limits_json(self) -> Path:
-        """The JSON file of the limits that operators have set for a run, by their keys."""
-        return self.path / "limits.json"
-
-    @property
     def most_requeues(self) -> float:
         """How often the operators let the run, or each task of its array, be requeued; inf where no
         limit can be read."""
         most = read_json(RunFolder(self.whole).limits_json).get("max-requeues")
-        return math.inf if most is None else most
-
-    @property
-    def script(self) -> Path:
-        return self.path / "job.sbatch"
-
-    @property
-    def lib(self) -> Path:
-        return self.path / "lib"
-
-    @property
-    def code(self) -> Path:
-        return self.path / "code"
-
-    @property
-    def submitit(self) -> Path:  # its task loads a pickle from there
-        return self.path / "submitit"
-
-    @property
-    def journal_folder(self) -> Path:
-        return self.path / "journal"
-
-    @property
-    def logs(self) -> Path:
-        return self.path / "logs"
+        return most if isinstance(most, int) else math.inf
 
     @property
     def slurm_out(self) -> Path:
@@ -162,36 +146,14 @@ class RunFolder:
         return sorted(paths, key=lambda path: path.stat().st_mtime)
 
     @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def cancelled(self) -> Path:
-        """The file that exists once the user has cancelled the run: nothing may requeue it then."""
-        return self.path / "cancelled"
-
-    @property
     def parcel(self) -> Path:
         """The folder of files that ``--stage`` starts from, which an array's tasks share."""
         return self.whole / "stage"
-
-    @property
-    def unstaged(self) -> Path:
-        """The file that exists once a copy of ``--stage`` may be wrong, or the files for it take
-        the room of a checkpoint; it has the reason. While it exists, no attempt of the run, or of
-        this task alone, starts from a copy or packs one."""
-        return self.path / "unstaged"
 
     def unstage(self, reason: str) -> None:
         """Write the file `unstaged`, with the reason, so that later attempts use no copy of
         ``--stage``. Raise OSError where the disk refuses."""
         self.unstaged.write_text(f"{reason} (to allow it again: rm {self.unstaged})")
-
-    @property
-    def early_links(self) -> Path:
-        """The JSON file of the chain's jobs that are still in their set-up lines: by the id of such
-        a job the next job that it has queued."""
-        return self.path / "early-links.json"
 
     def make(self, is_new: bool = False) -> RunFolder:
         """Create the folder, private to the user, with the folders that must exist before the job

@@ -9,10 +9,22 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from hpc_ddp.core.file_io import READER_THREADS, list_names, patiently, read_json
 from hpc_ddp.core.job.job_ref import JobRef
+
+
+class PathIn:
+    """An attribute of a class with a `path`: a file or folder below it. ``{task}`` in the name is
+    the object's `task`."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, folder: Any, kind: type | None = None) -> Path:
+        name = self._name.replace("{task}", folder.task) if "{" in self._name else self._name
+        return cast(Path, folder.path / name)
 
 
 @dataclass(frozen=True)
@@ -23,37 +35,22 @@ class NodeFolder:
     path: Path
     rank: int | None = None
 
-    @property
-    def notice(self) -> Path:
-        """The file by which the supervisor, and no other process, states that a signal is a
-        notice."""
-        return self.path / f"notice{self._task}"
+    # The file by which the supervisor, and no other process, states that a signal is a notice.
+    notice = PathIn("notice{task}")
+    # The JSON file that says how this node's torchrun, or this task's worker, has ended.
+    record = PathIn("record{task}.json")
+    # The JSON file of the failed workers, as torchrun reports them to the supervisor, or of why it
+    # reports none; empty before (see `AttemptFolder.notice`).
+    failures = PathIn("failures{task}.json")
+    # The file that shows how the logs grow: its lines have unix seconds, a rank, and the bytes of
+    # the rank's log at that time.
+    printed = PathIn("printed{task}")
+    # The JSON file of the port at which the supervisor listens to its peers; few supervisors have
+    # one.
+    peer_port = PathIn("peer-port{task}.json")
 
     @property
-    def record(self) -> Path:
-        """The JSON file that says how this node's torchrun, or this task's worker, has ended."""
-        return self.path / f"record{self._task}.json"
-
-    @property
-    def failures(self) -> Path:
-        """The JSON file of the failed workers, as torchrun reports them to the supervisor, or of
-        why it reports none; empty before (see `AttemptFolder.notice`)."""
-        return self.path / f"failures{self._task}.json"
-
-    @property
-    def printed(self) -> Path:
-        """The file that shows how the logs grow: its lines have unix seconds, a rank, and the bytes
-        of the rank's log at that time."""
-        return self.path / f"printed{self._task}"
-
-    @property
-    def peer_port(self) -> Path:
-        """The JSON file of the port at which the supervisor listens to its peers; few supervisors
-        have one."""
-        return self.path / f"peer-port{self._task}.json"
-
-    @property
-    def _task(self) -> str:
+    def task(self) -> str:
         """The end of the files' names: ``-3`` for worker 3 alone, '' for all workers."""
         return "" if self.rank is None else f"-{self.rank}"
 
@@ -78,10 +75,7 @@ class NodeFolder:
             names = os.listdir(self.path)
         return sorted(name for name in names if name.startswith(begin) and name.endswith(end))
 
-    @property
-    def agent_log(self) -> Path:
-        """The output of this node's torchrun."""
-        return self.path / "agent.log"
+    agent_log = PathIn("agent.log")  # the output of this node's torchrun
 
     def rank_log(self, rank: int) -> Path:
         return self.path / f"rank-{rank}.log"
@@ -130,37 +124,20 @@ class AttemptFolder:
         """
         return tuple(json.loads(patiently((self.path / "attempt.json").read_text))["nodes"])
 
-    @property
-    def notice(self) -> Path:
-        """Holds a word once the batch script has a notice to pass on; empty before.
-
-        The file exists from the start: opening a file that exists asks an NFS server for its newest
-        content, while a look-up of a missing name may be answered from a cache.
-        """
-        return self.path / "notice"
-
-    @property
-    def end_time(self) -> Path:
-        """Holds the end of the job's time in unix seconds, once Slurm has changed it since the
-        attempt's start; empty before (see `notice`)."""
-        return self.path / "end-time"
-
-    @property
-    def failed(self) -> Path:
-        """Holds the name of a supervisor whose workers failed, ``<node>`` or, where each worker is
-        a task, ``<node>-<rank>``; or, in a dry run, ``a second signal``. Empty before (see
-        `notice`)."""
-        return self.path / "failed"
-
-    @property
-    def fabric(self) -> Path:
-        """Holds the interconnect that the first node has found; empty before (see `notice`)."""
-        return self.path / "fabric"
-
-    @property
-    def secret(self) -> Path:
-        """Holds what the attempt's agents sign with; its owner alone may read it."""
-        return self.path / "secret"
+    # Holds a word once the batch script has a notice to pass on; empty before. The file exists from
+    # the start: opening a file that exists asks an NFS server for its newest content, while a
+    # look-up of a missing name may be answered from a cache.
+    notice = PathIn("notice")
+    # Holds the end of the job's time in unix seconds, once Slurm has changed it since the attempt's
+    # start; empty before (see `notice`).
+    end_time = PathIn("end-time")
+    # Holds the name of a supervisor whose workers failed, ``<node>`` or, where each worker is a
+    # task, ``<node>-<rank>``; or, in a dry run, ``a second signal``. Empty before (see `notice`).
+    failed = PathIn("failed")
+    # Holds the interconnect that the first node has found; empty before (see `notice`).
+    fabric = PathIn("fabric")
+    # Holds what the attempt's agents sign with; its owner alone may read it.
+    secret = PathIn("secret")
 
     @property
     def staged(self) -> set[str]:
@@ -169,10 +146,8 @@ class AttemptFolder:
         listed."""
         return {name for name in list_names(self.path) if name.startswith("staged-")}
 
-    @property
-    def port_taken(self) -> Path:
-        """Exists once the port of torchrun's rendezvous turned out to be in use."""
-        return self.path / "port-taken"
+    # Exists once the port of torchrun's rendezvous turned out to be in use.
+    port_taken = PathIn("port-taken")
 
     def node(self, name: str, rank: int | None = None) -> NodeFolder:
         """Return the folder of a node; with `rank` the one for the Slurm task of this worker, with
