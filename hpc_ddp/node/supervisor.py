@@ -315,6 +315,7 @@ class Supervisor:
         has_left = self.launch.is_elastic and self.place.index > 0 and is_without_worker
         record: dict[str, Any] = {
             "node": self.place.node,
+            "tasks": self.launch.task.per_node,
             "code": code,
             "notice": self.notice,
             "torn_down": self.torn_down,

@@ -53,14 +53,16 @@ _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 # A part of a name, in any case, that makes its value a secret.
 SECRET_NAME = (
     r"TOKEN(?!IZER|S)|SECRET|PASSW|PASSPHRASE|CREDENTIAL|AUTHORIZATION|COOKIE"
+    r"|JWT|(?:GH|GITHUB|GITLAB|AZURE|ADO|HF)_PAT(?![^\W_])"
     r"|(?<![^\W_])(?:API|ACCESS|PRIVATE)?_?KEY(?![^\W_])"
 )
 # The same for bash, in capitals, and with a few names more.
 SECRET_NAME_OF_BASH = (
     "TOKEN|SECRET|PASSW|PASSPHRASE|CREDENTIAL|AUTHORIZATION|COOKIE"
-    "|(^|_)(API|ACCESS|PRIVATE)?_?KEY(_|$)"
+    "|JWT|(GH|GITHUB|GITLAB|AZURE|ADO|HF)_PAT(_|$)|(^|_)(API|ACCESS|PRIVATE)?_?KEY(_|$)"
 )
 URL_WITH_PASSWORD = r"(://[^/\s:@]*:)[^/\s@]+(?=@)"  # https://user:password@host
+URL_WITH_PASSWORD_OF_BASH = "://[^/[:space:]:@]*:[^/[:space:]@]+@"
 _TORCHRUN = re.compile(r"--?(?P<name>[a-z][a-z_-]*)(=[\w./:,@%+=-]+)?")
 _MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 

@@ -26,6 +26,8 @@ from hpc_ddp.core.file_io import list_names, patiently
 from hpc_ddp.core.journal.enums import Cause
 from hpc_ddp.core.journal.events import (
     LOGIN_NODE,
+    CheckpointRestored,
+    CheckpointSaved,
     Finished,
     Fresh,
     JournalEvent,
@@ -277,6 +279,22 @@ def last_step(events: Sequence[JournalEvent]) -> int | None:
     """Return the step of the last event that has a step; None where none has."""
     steps = (step_of(event) for event in reversed(events))
     return next((step for step in steps if step is not None), None)
+
+
+def attempts_with_progress(events: Iterable[JournalEvent]) -> set[int]:
+    """Return the numbers of the attempts that have saved a newer checkpoint than the one that they
+    began with, or without that any before them. The end of a training that was finished already is
+    saved once more, at the same step. `events` are in order, by attempt and time."""
+    begun_at: dict[int, int] = {}
+    newest, numbers = -1, set()
+    for event in events:
+        if isinstance(event, CheckpointRestored):
+            begun_at.setdefault(event.attempt, event.step)
+        elif isinstance(event, CheckpointSaved):
+            if event.step > begun_at.setdefault(event.attempt, newest):
+                numbers.add(event.attempt)
+            newest = max(newest, event.step)
+    return numbers
 
 
 def by_attempt(events: Iterable[JournalEvent]) -> dict[int, list[JournalEvent]]:

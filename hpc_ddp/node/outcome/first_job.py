@@ -15,7 +15,7 @@ from pathlib import Path
 
 from hpc_ddp.core.console.terminal import answer
 from hpc_ddp.core.errors import HpcDdpError
-from hpc_ddp.core.job.checks import SECRET_NAME_OF_BASH
+from hpc_ddp.core.job.checks import SECRET_NAME_OF_BASH, URL_WITH_PASSWORD
 from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.job.slurm_values import array_indexes
 from hpc_ddp.core.job.task_folder import run_of_job
@@ -82,7 +82,9 @@ def before_setup(environ: Mapping[str, str]) -> Mapping[str, str]:
     if shutil.which("sbatch", path=values.get("PATH")) is None:  # a module has brought it
         return environ
     is_late = re.compile(f"^HPC_DDP_UMASK$|{SECRET_NAME_OF_BASH}").search
-    return {**values, **{name: text for name, text in environ.items() if is_late(name.upper())}}
+    has_password = re.compile(URL_WITH_PASSWORD).search
+    late = {n: text for n, text in environ.items() if is_late(n.upper()) or has_password(text)}
+    return {**values, **late}
 
 
 def forget_before_setup(environ: Mapping[str, str]) -> None:

@@ -10,7 +10,8 @@ from typing import Any
 
 from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.journal.enums import Cause
-from hpc_ddp.core.journal.events import CheckpointSaved, JournalEvent, NoticeGiven, VerdictGiven
+from hpc_ddp.core.journal.events import JournalEvent, NoticeGiven, VerdictGiven
+from hpc_ddp.core.journal.journal import attempts_with_progress
 
 
 def too_many_silent(
@@ -29,7 +30,7 @@ def too_many_silent(
     verdicts = [event for event in events if isinstance(event, VerdictGiven)]
     decided = {v.attempt for v in verdicts if v.cause != Cause.SUPERSEDED}
     judged = decided | {verdict.attempt for verdict in verdicts if verdict.progress}
-    saved = {event.attempt for event in events if isinstance(event, CheckpointSaved)}
+    saved = attempts_with_progress(events)
     noticed = {event.attempt for event in events if isinstance(event, NoticeGiven)}
     silent = [number for number in numbers if number not in judged]
     most = math.inf if spec.max_requeues is None else spec.max_requeues
@@ -53,9 +54,12 @@ def most_in_a_row(spec: JobSpec) -> int:
 def silent_nodes(
     spec: JobSpec, nodes: Sequence[str], records: Sequence[dict[str, Any]]
 ) -> list[str]:
-    """Return the nodes, sorted, that lack the record of a task's end; ``left`` ones don't count."""
-    heard = Counter(record["node"] for record in records if not record.get("left"))
-    return sorted(node for node in nodes if heard[node] < spec.tasks_per_node)
+    """Return the nodes, sorted, that lack the record of a task's end; ``left`` ones don't count.
+    How many tasks a node has had is in its records: the user may have edited the batch script."""
+    counted = [record for record in records if not record.get("left")]
+    heard = Counter(record["node"] for record in counted)
+    tasks = {record["node"]: record.get("tasks", spec.tasks_per_node) for record in counted}
+    return sorted(node for node in nodes if heard[node] < tasks.get(node, 1))
 
 
 def few_of(silent: Sequence[str], nodes: Sequence[str]) -> Sequence[str]:

@@ -34,7 +34,6 @@ from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.journal.enums import END_OF_TIME, Action, Cause, StopReason
 from hpc_ddp.core.journal.events import (
     CheckpointRestored,
-    CheckpointSaved,
     Finished,
     FirstStep,
     JournalEvent,
@@ -46,7 +45,7 @@ from hpc_ddp.core.journal.events import (
     VerdictGiven,
     WorkerStarted,
 )
-from hpc_ddp.core.journal.journal import last_event, last_step
+from hpc_ddp.core.journal.journal import attempts_with_progress, last_event, last_step
 from hpc_ddp.node.outcome.first_failure import Failure, early_exits, first_cause, from_record
 from hpc_ddp.node.outcome.silent_ends import (
     ended_silently,
@@ -153,8 +152,8 @@ class AttemptFacts:
 
     @property
     def progress(self) -> bool:
-        """Whether this attempt has saved: a newer durable checkpoint exists than at its start."""
-        return self.here(CheckpointSaved) is not None
+        """Whether this attempt has saved a newer checkpoint than it began with."""
+        return self.attempt in attempts_with_progress(self.events)
 
     @property
     def step(self) -> int | None:
@@ -379,8 +378,7 @@ def _no_progress(facts: AttemptFacts) -> str | None:
     if last is None or last.cause not in (Cause.FAILED, Cause.TIME_LIMIT) or last.progress:
         return None
     # Attempts since then that ended without a verdict, on a lost node say, may have come far.
-    since = [event for event in facts.events if event.attempt > last.attempt]
-    is_saved = last_event(since, CheckpointSaved)
+    is_saved = any(number > last.attempt for number in attempts_with_progress(facts.events))
     return None if is_saved else "two attempts in a row have ended without a newer checkpoint"
 
 

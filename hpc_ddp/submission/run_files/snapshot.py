@@ -27,6 +27,11 @@ LIMIT_FILES = 20_000
 # What trainings write; left out where it is large, and the rest is not.
 WEIGHTS = (".pt", ".pth", ".ckpt", ".safetensors", ".bin", ".npz", ".npy", ".h5", ".onnx")
 LARGE_BYTES = 10**6
+# A hook of git, or `git rebase --exec`, has these of a repository, which need not be the script's.
+_OF_A_REPOSITORY = {
+    *("GIT_DIR", "GIT_WORK_TREE", "GIT_COMMON_DIR", "GIT_INDEX_FILE", "GIT_PREFIX"),
+    *("GIT_OBJECT_DIRECTORY", "GIT_ALTERNATE_OBJECT_DIRECTORIES", "GIT_NAMESPACE"),
+}
 # The work tree may be another user's, where `safe.directory` lets git in: it runs nothing of it.
 GIT = ("git", "-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null")
 
@@ -230,7 +235,8 @@ def _git(folder: Path, *words: str) -> subprocess.CompletedProcess[bytes]:
     """Call git in a folder and return the ended process, with its output; git fetches nothing from
     a remote. Raise FileNotFoundError without git."""
     # To fetch a missing object of a partial clone, git would run the repository's sshCommand.
-    env = os.environ | {"GIT_ALLOW_PROTOCOL": "none"}
+    env = {n: text for n, text in os.environ.items() if n not in _OF_A_REPOSITORY}
+    env["GIT_ALLOW_PROTOCOL"] = "none"
     return subprocess.run([*GIT, "-C", str(folder), *words], env=env, capture_output=True)
 
 

@@ -10,7 +10,11 @@ from typing import Any
 from hpc_ddp import __version__
 from hpc_ddp.core.attempt_env import installed_python, options_of_variables
 from hpc_ddp.core.errors import UsageError
-from hpc_ddp.core.job.checks import SECRET_NAME_OF_BASH, mpirun_words
+from hpc_ddp.core.job.checks import (
+    SECRET_NAME_OF_BASH,
+    URL_WITH_PASSWORD_OF_BASH,
+    mpirun_words,
+)
 from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.job.slurm_options import as_pairs
 from hpc_ddp.core.job.sweep import trial_args
@@ -177,6 +181,7 @@ class Rendering:
                 name for name in OF_FIRST_JOB if any(name in line for line in spec.setup)
             ],
             "secret_names": SECRET_NAME_OF_BASH,
+            "secret_urls": URL_WITH_PASSWORD_OF_BASH,
             "teardown": spec.teardown,
             "host_python": installed_python(),
             "python": spec.python,

@@ -39,6 +39,33 @@ def test_the_record_of_each_task_counts() -> None:
     assert (verdict.cause, verdict.why) == ("node lost", "no word from n2")
 
 
+def test_the_tasks_of_an_edited_batch_script_count() -> None:
+    """A run with one task a node was taken for one that has lost its nodes, and trained again."""
+    spec = JobSpec("t.py", launcher="srun", nproc_per_node=2)
+    records = [{**record, "tasks": 1} for record in FINE]
+    assert decide_by(spec=spec, records=records).cause == "finished"
+    records = [{**record, "tasks": 3} for record in FINE * 2]
+    assert decide_by(spec=spec, records=records, events=()).cause == "node lost"
+
+
+def test_an_end_that_is_saved_once_more_is_no_progress() -> None:
+    """A finished training whose later lines kill the job was started again without end."""
+    events = [event_of("first_step", 0, step=1), event_of("checkpoint", 0, step=10)]
+    for attempt in range(11):
+        if attempt:
+            events.append(event_of("restored", attempt, step=10))
+            events.append(event_of("checkpoint", attempt, step=10))
+        events.append(event_of("finished", attempt, step=10))
+        verdict = decide_by(records=(), attempt=attempt, events=events)
+        if verdict.action == "give up":
+            break
+        cause, action = verdict.cause, verdict.action
+        lost = {"cause": cause, "action": action, "progress": attempt == 0, "step": 10}
+        events.append(event_of("verdict", attempt, **lost))
+    assert attempt == 4
+    assert "4 attempts in a row ended so, without a newer checkpoint" in verdict.why
+
+
 def test_a_loop_without_a_finish_is_not_finished() -> None:
     events = (event_of("training", step=0), event_of("first_step", step=1))
     verdict = decide_by(events=events)

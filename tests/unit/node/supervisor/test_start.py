@@ -179,7 +179,7 @@ def test_a_good_start_is_recorded(
     assert _run(watcher, Agent(), monkeypatch) == 0
     assert capfdbinary.readouterr().out == b"hello\xff\n"
     assert read_json(watcher.folder.record) == {
-        **{"node": "n1", "code": 0, "notice": None, "torn_down": None},
+        **{"node": "n1", "tasks": 1, "code": 0, "notice": None, "torn_down": None},
         **{"killed": False, "idle": False, "stood_still": False, "left": False, "failures": []},
     }
     assert watcher.folder.printed.read_text().endswith(" 0 7\n")

@@ -318,6 +318,12 @@ def test_the_lines_of_hanging_ranks_are_named(written: Written) -> None:
             "Slurm refused to start the step: Unable to layout tasks on given cpus",
         ),
         (
+            "srun: error: Unable to create step for job 7: Invalid generic resource (gres)"
+            " specification\n",
+            "bad environment",
+            "Slurm refused to start the step: Invalid generic resource (gres) specification",
+        ),
+        (
             "/var/spool/slurmd/job7/slurm_script: line 22: /home/me/env/bin/activate: No such file"
             " or directory\n",
             "bad environment",

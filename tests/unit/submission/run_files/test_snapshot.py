@@ -194,6 +194,20 @@ def test_submodules_are_code_and_other_clones_are_named(
     assert "leaves out clone/, a git repository of its own" in capsys.readouterr().err
 
 
+def test_the_repository_of_a_hook_is_not_the_scripts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """git exports GIT_DIR to hooks in a linked work tree, and to ``rebase --exec``."""
+    _make_repository(tmp_path / "other", "x.py")
+    project = tmp_path / "project"
+    _make_repository(project, "scripts/train.py", "package/model.py")
+    monkeypatch.setenv("GIT_DIR", str(tmp_path / "other" / ".git"))
+    monkeypatch.setenv("GIT_PREFIX", "")
+    run = RunFolder(tmp_path / "runs" / "train" / "20260101-000000-abcd").make()
+    snapshot.take(project / "scripts" / "train.py", run, ())
+    assert (run.code / "0" / "package" / "model.py").exists()
+
+
 def test_a_script_is_itself_beside_a_package_with_the_folders_name(tmp_path: Path) -> None:
     project = tmp_path / "minigpt"
     _make_repository(project, "train.py", "minigpt/train.py")

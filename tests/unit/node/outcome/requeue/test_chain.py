@@ -231,10 +231,10 @@ def test_the_next_link_has_the_environment_from_before_the_set_up_lines(
     (run.logs / ".environ-7").write_text(f"PATH={path}\0DATA=/data\nx\0SLURM_JOB_NAME=a\0")
     slurm_commands.answer_by("sbatch", f"env -0 >'{log}'; echo 9")
     environ = job_environ(HPC_DDP_RUN=str(run.path), DATA="/data/train", HPC_DDP_UMASK="27")
-    environ |= {"hf_token": "a1", "API_KEY": "b2"}  # which the file lacks
+    environ |= {"hf_token": "a1", "API_KEY": "b2", "DB": "pg://me:pw@h/x"}  # the file lacks them
     queue_next_link(run, run.attempt(0), environ)
     lines = log.read_text().split("\0")
-    assert {"DATA=/data\nx", "hf_token=a1", "API_KEY=b2"} <= {*lines}
+    assert {"DATA=/data\nx", "hf_token=a1", "API_KEY=b2", "DB=pg://me:pw@h/x"} <= {*lines}
     assert not [line for line in lines if line.startswith("SLURM_JOB_NAME")]
     first_job.forget_before_setup(environ)
     assert dict(first_job.before_setup(environ)) == environ
