@@ -38,7 +38,7 @@ from hpc_ddp.core.journal.journal import first_attempt
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.core.run_index import link_job
 from hpc_ddp.live_jobs import is_attempt_live
-from hpc_ddp.node.net.network import first_port, free_port, reach
+from hpc_ddp.node.net.network import first_port, free_port, reachable_name
 from hpc_ddp.node.outcome import chain, end_step, first_job, requeue
 from hpc_ddp.node.outcome.end_message import notify_of_end
 from hpc_ddp.node.outcome.gather_facts import enforce_budget, judge_attempt, limit_silent_ends
@@ -136,7 +136,7 @@ def _begin(environ: dict[str, str]) -> dict[str, str] | None:
     values = replace(
         env,
         restarts=restarts,
-        head=reach(nodes, 0, spec.host_suffix),
+        head=reachable_name(nodes, 0, spec.host_suffix),
         port=free_port(first_port(job_id, env.run)),
         cpus=_check_cpus(spec, environ),
     ).to_env()

@@ -145,7 +145,7 @@ class DryRun:
         if self.run.unstaged.exists() or not label.exists():
             return ""
         with suppress(OSError, IndexError):  # without ``timeout``, or of a damaged label
-            part = label.read_text().split()[1]  # the label is Python's path and the file's name
+            part = label.read_text().split()[1]  # its first line is: part NAME CHECKSUM SIZE
             argv = ["timeout", str(BRING_S), *removal.STAGE_SH, "bring", self.command[0], part]
             unpacking = subprocess.Popen(argv, env=environ, stdin=subprocess.DEVNULL)
             while unpacking.poll() is None and not self.notified:
@@ -165,10 +165,10 @@ class DryRun:
             Command(argv, dict(environ, HPC_DDP_NODE_INDEX=str(index)), node)
             for index, node in enumerate(self.nodes)
         ]
-        event = driver.examine(
+        fields = driver.examine_nodes(
             self.run, self.nodes, commands, lambda: "SIGTERM" if self.notified else ""
         )
-        return driver.conclude(self.run, attempt, event)
+        return driver.record_outcome(self.run, attempt, fields)
 
     def _make_environ(self, attempt: AttemptFolder) -> dict[str, str]:
         """Return this process's environment with the variables of an attempt that begins now. Raise

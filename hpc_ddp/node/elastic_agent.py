@@ -229,12 +229,12 @@ def launch(
     hosts = [place.host_of(index) for index in range(len(place.nodes))]
     secret = patiently(place.attempt.secret.read_bytes)
     if config.min_nodes < config.max_nodes:
-        elastic_rendezvous.patch(hosts, secret)
+        elastic_rendezvous.patch_torchrun(hosts, secret)
         # Each agent computes the ranks from the order of the nodes. Without this all agents would
         # wait, for the read timeout, for the numbers of a node that was lost after its join.
         os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"
     else:
-        fixed_rendezvous.patch(place.index, hosts, secret)
+        fixed_rendezvous.patch_torchrun(place.index, hosts, secret)
     if server is not None:
         fork_workers(server)
     if config.max_restarts:

@@ -151,7 +151,7 @@ class Supervisor:
             **self.fabric.choose(self.launch.reports_fabric),
             **self.place.interface_env(),
             **self.place.store_env(),
-            **tracker_lookup.begin(self.place, self.launch.rank, os.environ),
+            **tracker_lookup.start_lookups(self.place, self.launch.rank, os.environ),
             **self.launch.env,
         }
 

@@ -220,7 +220,7 @@ def test_attempts_are_played_until_one_is_the_last(
 ) -> None:
     local_run = _local(notified=notified)
     verdicts = iter([Verdict(Cause.FAILED, action, "", number) for action, number in decided])
-    local_run.attempt = lambda: next(verdicts)  # type: ignore[method-assign]
+    local_run.run_attempt = lambda: next(verdicts)  # type: ignore[method-assign]
     assert local_run.play() == code
     assert next(verdicts, None) is None
 
@@ -276,8 +276,8 @@ def test_an_attempt_has_a_preflight_then_supervisors_then_a_verdict(
         assert options == {"job": None, "goes_on": not local_run.notified}
         return "facts", Verdict(Cause.FINISHED, Action.NONE, "", 0)
 
-    monkeypatch.setattr(driver, "examine", examine)
-    monkeypatch.setattr(driver, "conclude", lambda run, attempt, result: result["ok"])
+    monkeypatch.setattr(driver, "examine_nodes", examine)
+    monkeypatch.setattr(driver, "record_outcome", lambda run, attempt, result: result["ok"])
     monkeypatch.setattr(dry_run, "judge_attempt", judge_attempt)
     monkeypatch.setattr(local_run, "_supervise", lambda environ: calls.append("supervise"))
     assert local_run.run_attempt() == Verdict(Cause.FINISHED, Action.NONE, "", 0)

@@ -45,7 +45,7 @@ def test_the_end_of_a_supervisor_depends_on_notice_peers_and_leader(
 ) -> None:
     decided: list[bool] = []
     monkeypatch.setattr(
-        head_failover, "decide", lambda place, env, reports: decided.append(reports())
+        head_failover, "take_over_verdict", lambda place, env, reports: decided.append(reports())
     )
     words = [*COMMAND[:4], "--nnodes=1:3" if elastic else "--nnodes=3", "train.py", "--a=:"]
     watcher = make_supervisor(attempt, *words, index=index)

@@ -191,8 +191,8 @@ def test_an_elastic_node_without_its_leader_is_killed(
 ) -> None:
     lost = threading.Event()
     lost.set()
-    monkeypatch.setattr(head_failover, "watch", lambda place, environ: lost)
-    monkeypatch.setattr(head_failover, "decide", lambda *words: None)
+    monkeypatch.setattr(head_failover, "watch_head", lambda place, environ: lost)
+    monkeypatch.setattr(head_failover, "take_over_verdict", lambda *words: None)
     agent = Agent(-9)
     watcher = make_supervisor(attempt, *COMMAND[:4], "--nnodes=1:2", "train.py", index=1)
     watcher._kill_at = 0.0
