@@ -1,4 +1,4 @@
-"""On a worker's node: a command in the worker's surroundings, or where its threads stand.
+"""On a worker's node: runs a command in the worker's environment, or prints its threads' stacks.
 
 ``python <run>/lib/node.py attach <attempt>/<node>/rank-<r>.pid (stacks | run COMMAND…)``
 """
@@ -28,14 +28,14 @@ from hpc_ddp.core.process import (
 )
 
 ANSWER_S = 5.0  # how long a signalled worker is given
-# What makes a process a rank of a world. The attached command is none: a script that is tried in a
-# shell must neither join the training nor write into the attempt's folder.
+# The variables that make a process a rank of the training. An attached command gets none of them:
+# a script that is tried in a shell must neither join the training nor write into the attempt.
 _LEFT_OUT = re.compile(rf"{OF_A_RANK}|HPC_DDP_(?!(RUN|CODE)$)\w+")
 
 
 def environment_of(pid: int) -> dict[str, str]:
-    """Return the environment that a process was started with, {} for a zombie; raise OSError if the
-    process is gone or another user's."""
+    """Return the environment with which the process `pid` was started, {} for a zombie; raise
+    OSError if the process is gone or another user's."""
     pairs = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="surrogateescape").split("\0")
     return dict(pair.split("=", 1) for pair in pairs if "=" in pair)
 
@@ -63,30 +63,33 @@ def worker_of(pid_file: Path) -> int:
 
 
 def _below(pid: int) -> list[int]:
-    """Return the ids of all processes below the process `pid`, its children first."""
+    """Return the ids of all processes below the process `pid`: its children, then theirs, and so
+    on."""
     children = children_by_parent()
     below = list(children.get(pid, []))
-    for process in below:  # it grows meanwhile
-        below += children.get(process, [])
+    for descendant in below:  # the list grows in the loop, which so visits all generations
+        below += children.get(descendant, [])
     return below
 
 
 def _has_stacks(pid: int) -> bool:
-    """Return whether a process writes its own stacks when asked to; False once it is gone."""
+    """Return whether a process has a file of `_stacks_file`, so that it can write its own stacks;
+    False once it is gone."""
     with suppress(OSError):
         return _stacks_file(pid) is not None
     return False
 
 
 def run(pid: int, command: list[str]) -> None:
-    """Replace this process by `command`, in a worker's working directory and environment, with the
-    user's umask; never return.
+    """Replace this process by `command`, in the working directory and environment of the worker
+    with the process id `pid`, with the user's umask; never return.
 
     Left out are the variables that make a process a rank of the training, and all of hpc-ddp's but
     HPC_DDP_RUN and HPC_DDP_CODE; TERM is that of this process. Raise HpcDdpError if the command
     can't be started, OSError if the worker has ended or is another user's.
     """
-    environ = {k: v for k, v in environment_of(pid).items() if not _LEFT_OUT.fullmatch(k)}
+    variables = environment_of(pid).items()
+    environ = {name: text for name, text in variables if not _LEFT_OUT.fullmatch(name)}
     environ["TERM"] = os.environ.get("TERM", "dumb")
     os.chdir(os.readlink(f"/proc/{pid}/cwd"))
     if "HPC_DDP_UMASK" in os.environ:
@@ -97,9 +100,9 @@ def run(pid: int, command: list[str]) -> None:
         raise HpcDdpError(f"{command[0]} can't be started: {error.strerror}") from None
 
 
-def stacks(pid: int) -> None:
-    """Print to stdout the place in the code where each thread of a worker is: by py-spy, or else by
-    the worker itself, which gets the signal `SHOW_STACKS` if it handles that.
+def print_stacks(pid: int) -> None:
+    """Print to stdout the place in the code where each thread of the worker `pid` is: by py-spy, or
+    else by the worker itself, which gets the signal `SHOW_STACKS` if it handles that.
 
     Raises
     ------
@@ -111,7 +114,7 @@ def stacks(pid: int) -> None:
     """
     python = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0].decode()
     places = (os.path.dirname(python), *environment_of(pid).get("PATH", "").split(":"))
-    # A relative one would be seen from this command's folder, which may be anybody's.
+    # A relative path would lead below this process's working directory, maybe another user's.
     py_spy = shutil.which("py-spy", path=":".join(filter(os.path.isabs, places)))
     if py_spy and subprocess.run([py_spy, "dump", "--pid", str(pid)]).returncode == 0:
         return
@@ -122,17 +125,16 @@ def stacks(pid: int) -> None:
             f"{why}, and a script that has not called hpc_ddp's start can't tell by itself",
             hint=f"{python} -m pip install py-spy",
         )
-    before = stacks_file.stat().st_size
+    old_size = stacks_file.stat().st_size
     os.kill(pid, SHOW_STACKS)
-    give_up, size = time.monotonic() + ANSWER_S, before
-    while (
-        size == before or size != stacks_file.stat().st_size
-    ):  # until it has written, and writes no more
+    give_up, size = time.monotonic() + ANSWER_S, old_size
+    # Until the worker has written, and the file has not grown for 0.1 s.
+    while size == old_size or size != stacks_file.stat().st_size:
         if time.monotonic() > give_up:
             raise HpcDdpError(f"process {pid} gave no answer within {ANSWER_S:.0f} s")
         size = stacks_file.stat().st_size
         time.sleep(0.1)
-    sys.stdout.buffer.write(stacks_file.read_bytes()[before:])
+    sys.stdout.buffer.write(stacks_file.read_bytes()[old_size:])
 
 
 def _stacks_file(pid: int) -> Path | None:
@@ -151,7 +153,8 @@ def _stacks_file(pid: int) -> Path | None:
 
 
 def main(words: list[str]) -> int:
-    """Attach to the worker of `words`: its pid file, then ``stacks``, or ``run`` and a command.
+    """Attach to the worker that `words` name: its pid file, then ``stacks``, or ``run`` and a
+    command.
 
     Return 0, or 1 after an HpcDdpError or OSError, which is printed to stderr. With ``run`` this
     does not return if the command starts: it replaces this process.
@@ -159,7 +162,7 @@ def main(words: list[str]) -> int:
     pid_file, mode, *command = words
     try:
         pid = worker_of(Path(pid_file))
-        stacks(pid) if mode == "stacks" else run(pid, command)
+        print_stacks(pid) if mode == "stacks" else run(pid, command)
     except (HpcDdpError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         if isinstance(error, HpcDdpError) and error.hint:

@@ -38,11 +38,11 @@ from hpc_ddp.core.journal.journal import first_attempt
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.core.run_index import link_job
 from hpc_ddp.live_jobs import is_attempt_live
-from hpc_ddp.node.net.network import first_port, free_port, reach
+from hpc_ddp.node.net.network import first_port, free_port, reachable_name
 from hpc_ddp.node.outcome import chain, end_step, first_job, requeue
 from hpc_ddp.node.outcome.end_message import notify_of_end
-from hpc_ddp.node.outcome.gather_facts import check_budget, check_silent_ends, judge
-from hpc_ddp.node.outcome.requeue import VERDICT_S, ask
+from hpc_ddp.node.outcome.gather_facts import enforce_budget, judge_attempt, limit_silent_ends
+from hpc_ddp.node.outcome.requeue import VERDICT_S, ask_about_job
 from hpc_ddp.node.workers.worker import die_with_parent
 from hpc_ddp.slurm_text import Job
 
@@ -56,27 +56,26 @@ TEARDOWN_S = 300.0  # what a user's lines after the training may take
 
 
 def queue_next(environ: dict[str, str]) -> None:
-    """Queue a chain's next job early: before this job's set-up lines. If `begin` then refuses this
-    job, it cancels the queued one.
+    """Queue a chain's next job early: before this job's set-up lines. `begin` cancels the queued
+    job if it refuses this job.
 
     No job is queued for a finished run, in an allocation (``salloc``), or by a job that Slurm has
-    restarted, which has queued its next one at its first start. Side effects: this job may be
-    recorded as a link (`chain.record_late_link`), the mark ``cancelled`` deleted
-    (`chain.check_wanted`), and a spent budget journaled as a verdict, with the job's message sent
-    (`check_budget`). A refusal of sbatch is printed.
-
-    Raise HpcDdpError as `chain.check_wanted` and `check_budget`, or for a broken job.json; OSError
-    if the run's folder can't be read or written; KeyError outside of a job.
+    restarted, which has queued its next job at its first start. Further effects are those of
+    `chain.record_late_link`, `chain.admit_job` (which may delete the mark ``cancelled``) and
+    `enforce_budget` (a verdict and a message). A refusal of sbatch is printed. Raise HpcDdpError as
+    these do, or for a broken job.json; OSError if the run's folder can't be read or written;
+    KeyError outside of a job.
     """
     run, own_job = run_of_job(environ), _own_job(environ)
-    restarts = requeue.restarts_of(environ)
-    if not run.finished() and not restarts and INTERACTIVE not in environ:
-        array = JobRef.of(environ.get("SLURM_ARRAY_JOB_ID"), own_job.cluster)
-        chain.record_late_link(run, own_job, environ)
-        is_link = chain.is_link(run, own_job)
-        chain.check_wanted(run, restarts, is_link, own_job, array)
-        check_budget(run, JobSpec.from_json(patiently(run.job_json.read_bytes)))
-        chain.queue_early(run, environ)
+    restarts = requeue.count_restarts(environ)
+    if run.finished() or restarts or INTERACTIVE in environ:
+        return
+    array = JobRef.of(environ.get("SLURM_ARRAY_JOB_ID"), own_job.cluster)
+    chain.record_late_link(run, own_job, environ)
+    is_link = chain.is_link(run, own_job)
+    chain.admit_job(run, restarts, is_link, own_job, array)
+    enforce_budget(run, JobSpec.from_json(patiently(run.job_json.read_bytes)))
+    chain.queue_next_early(run, environ)
 
 
 def begin(environ: dict[str, str]) -> dict[str, str] | None:
@@ -85,39 +84,40 @@ def begin(environ: dict[str, str]) -> dict[str, str] | None:
     try:
         return _begin(environ)
     except HpcDdpError:
-        with contextlib.suppress(OSError):  # the refusal is what has to be read
-            chain.take_back_early(run_of_job(environ), environ)
+        with contextlib.suppress(OSError):  # it must not hide the refusal
+            chain.cancel_next_early(run_of_job(environ), environ)
         raise
 
 
 def _begin(environ: dict[str, str]) -> dict[str, str] | None:
-    """Begin the next attempt; return the variables of `AttemptEnv` and `tracker_env` for its
-    supervisors. None where the run is finished, and this job was restarted by Slurm or queued by
-    another job.
+    """Begin the next attempt; return the variables for its supervisors: those of `AttemptEnv`,
+    `first_job.variables` and `tracker_env`. None, and nothing begins, where the run is finished,
+    and this job was restarted by Slurm or queued by another job.
 
-    This makes the attempt's folder, journals `Started`, links the job to the run, queues a chain's
-    next job, and may delete the mark ``cancelled``. Raise HpcDdpError if the run is finished,
+    This makes the attempt's folder, journals `Started`, notes the job in the index of runs, queues
+    a chain's next job, and prints a warning of `_check_cpus`; it may record this job as a link,
+    delete the mark ``cancelled``, and journal a verdict. Raise HpcDdpError if the run is finished,
     cancelled, given up, over its budget, too often silent or runs already (Slurm is asked, and may
     refuse to answer), if its job.json is broken, or if Slurm does not expand the node list; OSError
-    if the run's folder can't be used, or no port is free.
+    if the run's folder can't be used, or no port is free; KeyError outside of a job.
     """
     run, job_id = run_of_job(environ), environ["SLURM_JOB_ID"]
     spec = JobSpec.from_json(patiently(run.job_json.read_bytes))
-    restarts = requeue.restarts_of(environ)
+    restarts = requeue.count_restarts(environ)
     own_job = _own_job(environ)
     cluster = slurm.own_cluster()
-    if cluster and own_job.is_of(cluster):  # this node's, and not of another one that it can ask
+    if cluster and own_job.is_of(cluster):  # scontrol may ask another cluster than this node's
         own_job = replace(own_job, cluster=cluster)
     array = JobRef.of(environ.get("SLURM_ARRAY_JOB_ID"), own_job.cluster)
     patiently(partial(chain.record_late_link, run, own_job, environ))
     is_link = patiently(partial(chain.is_link, run, array or own_job))
     if patiently(run.finished):
-        if restarts or is_link:  # Slurm may restart a job that was just through
+        if restarts or is_link:  # no person has started it; Slurm may restart a job at its end
             return None
         raise HpcDdpError(f"run {run.path} is finished", hint="start a new one: hpc-ddp submit")
-    patiently(partial(chain.check_wanted, run, restarts, is_link, own_job, array))
-    patiently(partial(check_budget, run, spec))
-    patiently(partial(check_silent_ends, run, spec))
+    patiently(partial(chain.admit_job, run, restarts, is_link, own_job, array))
+    patiently(partial(enforce_budget, run, spec))
+    patiently(partial(limit_silent_ends, run, spec))
     nodes = slurm.expand_hosts(environ["SLURM_JOB_NODELIST"])
     info: dict[str, Any] = {"job_id": job_id, "restarts": restarts, "host": socket.gethostname()}
     info |= {"nodes": nodes, "cluster": own_job.cluster or None}
@@ -126,17 +126,17 @@ def _begin(environ: dict[str, str]) -> dict[str, str] | None:
     is_live = partial(is_attempt_live, run, own_job)
     attempt = patiently(partial(run.claim_attempt, info, is_live))
     run.journal("batch", attempt.number).write(Started(**info))
-    if environ.get("SLURM_ARRAY_JOB_ID") != job_id:  # that is the array's own, linked at the submit
+    if environ.get("SLURM_ARRAY_JOB_ID") != job_id:  # the array's own id is noted at the submit
         link_job(own_job, run)
     if spec.continue_by == "resubmit" and INTERACTIVE not in environ:
         chain.queue_next_link(run, attempt, environ)
-    end_time = _end_of(ask(job_id))
+    end_time = _end_of(ask_about_job(job_id))
     end = math.inf if end_time is None else end_time
     env = attempt_env(run, attempt, len(nodes), end if math.isfinite(end) else None, spec)
     values = replace(
         env,
         restarts=restarts,
-        head=reach(nodes, 0, spec.host_suffix),
+        head=reachable_name(nodes, 0, spec.host_suffix),
         port=free_port(first_port(job_id, env.run)),
         cpus=_check_cpus(spec, environ),
     ).to_env()
@@ -146,8 +146,8 @@ def _begin(environ: dict[str, str]) -> dict[str, str] | None:
 
 
 def _check_cpus(spec: JobSpec, environ: dict[str, str]) -> int:
-    """Return the CPUs that the job has on its smallest node, 1 where Slurm does not say. Print a
-    warning if they are fewer than the workers of a node."""
+    """Return the number of CPUs that the job has on its smallest node, 1 where Slurm does not say.
+    Print a warning if it is less than the number of workers of a node."""
     cpus = least_cpus(environ.get("SLURM_JOB_CPUS_PER_NODE", ""))
     if cpus < spec.workers_per_node:
         say(
@@ -158,30 +158,27 @@ def _check_cpus(spec: JobSpec, environ: dict[str, str]) -> int:
 
 
 def least_cpus(counts: str) -> int:
-    """Return the CPUs that the job has on its smallest node by `counts`, SLURM_JOB_CPUS_PER_NODE
-    like ``72(x2),36``; 1 where Slurm does not say."""
-    by_node = re.findall(r"(\d+)(?:\(x\d+\))?(?:,|$)", counts)
-    return min((int(count) for count in by_node), default=1)
+    """Return the number of CPUs that the job has on its smallest node by `counts`, the text of
+    SLURM_JOB_CPUS_PER_NODE like ``72(x2),36``; 1 for an empty text."""
+    per_node = re.findall(r"(\d+)(?:\(x\d+\))?(?:,|$)", counts)  # (x2): on two nodes
+    return min((int(count) for count in per_node), default=1)
 
 
 def attempt_env(
     run: RunFolder, attempt: AttemptFolder, nnodes: int, end_time: float | None, spec: JobSpec
 ) -> AttemptEnv:
-    """Return the values for the supervisors that do not depend on Slurm; `nnodes` is the number of
-    nodes.
-
-    `end_time` is in unix seconds, None without a limit. Nodes are warned ``warn_s`` seconds before
-    it, or a tenth of the time from now on, if that is less. The caller adds host, port, restarts
-    and CPUs. The id of the rendezvous is made of run and attempt, since one allocation may have two
-    runs. Raise OSError where the journal can't be read.
-    """
+    """Return the variables of an attempt on `nnodes` nodes, but for host, port, restarts and CPUs,
+    which the caller adds. `end_time` is in unix seconds, None without a limit; nodes are warned
+    ``warn_s`` seconds before it, or a tenth of the time from now on, if that is less. Raise OSError
+    where the journal can't be read."""
     warn_s = min(spec.warn_s, (end_time - time.time()) / 10) if end_time else spec.warn_s
     return AttemptEnv(
         run=str(run.path),
         attempt=attempt.number,
         nnodes=nnodes,
         min_nodes=min(spec.least_nodes, nnodes),
-        rdzv_id=f"{run.id.replace('/', '-')}.{attempt.number}",  # torchrun names a folder by it
+        # One allocation may have two runs. torchrun names a folder by this.
+        rdzv_id=f"{run.id.replace('/', '-')}.{attempt.number}",
         end_time=end_time,
         warn_s=warn_s,
         notice_signal=spec.notice_signal,
@@ -194,58 +191,57 @@ def attempt_env(
 
 
 def _own_job(environ: dict[str, str]) -> JobRef:
+    """Return the job in which this process runs; raise KeyError outside of a job."""
     return JobRef(environ["SLURM_JOB_ID"], environ.get("SLURM_CLUSTER_NAME", ""))
 
 
 # --- while the step runs -------------------------------------------------------------------
 
 
-def warned(environ: dict[str, str]) -> None:
-    """Write the attempt's notice after Slurm's warning signal, for the supervisors of all nodes.
+def give_warning(environ: dict[str, str]) -> None:
+    """Write the attempt's notice, for the supervisors of all nodes, after Slurm's warning signal.
 
     Slurm may send the signal up to a minute early: this waits until the warning is due, and
     meanwhile keeps ``end-time`` up to date. It does not wait at a preemption, which some sites
-    announce by the signal too, or where Slurm does not say the end. Raise OSError if the notice
-    can't be written.
+    announce by the signal too, or where Slurm does not tell the end of the job's time. Raise
+    OSError if the notice can't be written.
     """
-    job = ask(environ["SLURM_JOB_ID"])
+    job = ask_about_job(environ["SLURM_JOB_ID"])
     while job and not job.preempted and (end_time := _end_of(job)) is not None:
         note_end_time(environ, end_time)
         if not _await_warning(environ, end_time):
             break
-        job = ask(environ["SLURM_JOB_ID"])
-    preempted = job is not None and job.preempted
-    attempt_of(environ).notice.write_text(
-        NoticeSource.PREEMPTION if preempted else NoticeSource.WARNING_SIGNAL
-    )
+        job = ask_about_job(environ["SLURM_JOB_ID"])
+    is_preemption = job is not None and job.preempted
+    source = NoticeSource.PREEMPTION if is_preemption else NoticeSource.WARNING_SIGNAL
+    attempt_of(environ).notice.write_text(source)
 
 
-def watch(environ: dict[str, str]) -> None:
+def watch_end_time(environ: dict[str, str]) -> None:
     """Keep the attempt's ``end-time`` file up to date with Slurm; return once the nodes are due to
-    be warned, or a preemption begins.
+    be warned, a preemption begins, or the user has interrupted the script in an allocation.
 
     An operator may extend or shorten a limit, and a job that was suspended ends later. Slurm is
-    asked more often towards the end, some 54 times in a day. Where it does not answer, the last end
-    counts.
+    asked more often towards the end, some 54 times in a day; without an answer the last one counts.
     """
     end_time = _end_time(environ)
     while _await_warning(environ, end_time):
-        job = ask(environ["SLURM_JOB_ID"], is_quiet=True)  # `begin` has said it, where it can't
+        job = ask_about_job(environ["SLURM_JOB_ID"], is_quiet=True)
         if read_word(attempt_of(environ).notice) == NoticeSource.INTERRUPTED:
-            return  # in an allocation, whose own end comes later
+            return  # `give_notice_of_interrupt` has noted an end before the allocation's
         if job and job.preempted:
-            return  # the time that is left is that of the grace time, which the supervisors know of
-        if (answer := _end_of(job)) is not None:
-            end_time = answer
+            return  # Slurm now tells the end of the grace time, and has signalled the supervisors
+        if (new_end := _end_of(job)) is not None:
+            end_time = new_end
             note_end_time(environ, end_time)
 
 
 def _watch_to_the_end(environ: dict[str, str], shell: int) -> None:
-    """Run `watch`, and `end_step.guard` in a thread, until the batch shell, whose process id is
-    `shell`, ends this process. Return only if `guard` returns, because job.json can't be used."""
-    guard = threading.Thread(target=end_step.guard, args=(environ, shell), daemon=True)
+    """Run `watch_end_time`, and `end_step.guard_step` in a thread, until the batch shell, whose
+    process id is `shell`, ends this process. Return only where `guard_step` can't use job.json."""
+    guard = threading.Thread(target=end_step.guard_step, args=(environ, shell), daemon=True)
     guard.start()
-    watch(environ)
+    watch_end_time(environ)
     guard.join()
 
 
@@ -255,13 +251,22 @@ def _end_of(job: Job | None) -> float | None:
     return None if job is None or job.left_s is None else time.time() + job.left_s
 
 
+def give_notice_of_interrupt(environ: dict[str, str]) -> None:
+    """Write the attempt's notice after the user has interrupted the script in an allocation; note
+    an end time ``warn_s`` seconds from now, unless an earlier one is noted. Raise OSError if the
+    notice can't be written."""
+    attempt_of(environ).notice.write_text(NoticeSource.INTERRUPTED)
+    noted_end = read_seconds(attempt_of(environ).end_time) or _end_time(environ)
+    note_end_time(environ, min(time.time() + AttemptEnv.from_env(environ).warn_s, noted_end))
+
+
 def note_end_time(environ: dict[str, str], end_time: float) -> None:
     """Write an end time (unix seconds, or inf) into the attempt's ``end-time``, if it is more than
-    `SAME_S` from the noted one. An OSError is passed over: the nodes go on with the noted one."""
+    `SAME_S` from the noted end time. An OSError is passed over: the nodes keep to the noted one."""
     path = attempt_of(environ).end_time
-    noted = read_seconds(path) or _end_time(environ)
-    if abs(end_time - noted) > SAME_S:
-        with contextlib.suppress(OSError):  # the nodes go on with what they know
+    noted_end = read_seconds(path) or _end_time(environ)
+    if abs(end_time - noted_end) > SAME_S:  # False for inf and inf, whose difference is NaN
+        with contextlib.suppress(OSError):
             path.write_text(f"{end_time:.0f}")
 
 
@@ -276,12 +281,9 @@ def _await_warning(environ: dict[str, str], end_time: float) -> bool:
 
 
 def next_port(environ: dict[str, str]) -> int:
-    """Clear away a start of the attempt that failed as its port was taken; return another port to
-    try.
-
-    This empties ``failed``, and deletes the nodes' records and ``port-taken``. Raise OSError if the
-    folder can't be changed, there is no ``port-taken``, or no port is free.
-    """
+    """Empty ``failed``, and delete the nodes' records and ``port-taken``, which a start of the
+    attempt has left as its port was taken; return another port, free on this node. Raise OSError if
+    the folder can't be changed, there is no ``port-taken``, or no port is free."""
     attempt = attempt_of(environ)
     attempt.failed.write_text("")
     for record in [path for node in attempt.nodes() for path in node.records()]:
@@ -291,6 +293,7 @@ def next_port(environ: dict[str, str]) -> int:
 
 
 def attempt_of(environ: dict[str, str]) -> AttemptFolder:
+    """Return the folder of the attempt that `environ` names; raise KeyError without a run."""
     return AttemptEnv.from_env(environ).attempt_folder
 
 
@@ -303,31 +306,30 @@ def _end_time(environ: dict[str, str]) -> float:
 # --- after the step ------------------------------------------------------------------------
 
 
-def verdict(environ: dict[str, str]) -> int:
-    """Decide how the run continues, journal the verdict, carry it out (`go_on`), and send the
-    user's messages about it. Return the exit code for the batch script.
+def give_verdict(environ: dict[str, str]) -> int:
+    """Decide how the run continues after an attempt, journal and print the verdict, carry it out
+    (`requeue.carry_out_verdict`), and send the user's messages about it; delete the file of the
+    environment from before the set-up lines. Return the exit code for the batch script.
 
     While the job is suspended, this waits first. Refusals of Slurm are printed, and show in the
-    code. Raises as `judge`, and OSError for a run folder that can't be used.
+    code. Raises as `judge_attempt`, and OSError for a run folder that can't be used.
     """
     env = AttemptEnv.from_env(environ)
     run, attempt = env.run_folder, env.attempt_folder
-    facts, decided = judge(run, attempt, environ, requeue.ask_settled(environ["SLURM_JOB_ID"]))
-    notify_of_end(run, facts, decided)
-    code = requeue.go_on(run, attempt, environ, facts, decided)
-    notify_of_end(run, facts, decided, code)
-    first_job.forget_before_setup(environ)
+    job = requeue.await_settled_job(environ["SLURM_JOB_ID"])
+    facts, verdict = judge_attempt(run, attempt, environ, job)
+    notify_of_end(run, facts, verdict)
+    code = requeue.carry_out_verdict(run, attempt, environ, facts, verdict)
+    notify_of_end(run, facts, verdict, code)
+    first_job.delete_env_before_setup(environ)
     return code
 
 
 def teardown_time(environ: dict[str, str]) -> int:
-    """Return how many seconds, 1 to `TEARDOWN_S`, the user's lines after the training may take. A
-    time that is cut short is printed.
-
-    The lines have to end `VERDICT_S` before the job's time, or a preemption's grace time, is over:
-    Slurm would end the batch shell, and with it the verdict.
-    """
-    job = ask(environ["SLURM_JOB_ID"])
+    """Return how many seconds, 1 to `TEARDOWN_S`, the user's lines after the training may take;
+    print a time that is less than `TEARDOWN_S`. The lines have to end `VERDICT_S` before the job's
+    time, or a preemption's grace time, is over: with the batch shell the verdict would end."""
+    job = ask_about_job(environ["SLURM_JOB_ID"])
     end_time = job.end_time if job and job.preempted else _end_of(job)
     end = _end_time(environ) if end_time is None else end_time
     left_s = end - VERDICT_S - time.time()
@@ -337,30 +339,32 @@ def teardown_time(environ: dict[str, str]) -> int:
 
 
 def main(argv: list[str]) -> int:
-    """Run one command of the batch script, see `_call`; return its exit code.
+    """Run the command of the batch script that `argv` names, see `_call`; return its exit code.
 
-    ``failed CODE`` is for set-up lines that have ended with CODE. The batch shell ends with it, and
-    with the code of ``begin`` or ``verdict`` if that is not 0. In these cases Slurm is kept from
-    holding the job and from a requeue of its own (`requeue.end_as_failed`), if need be by another
-    code.
-    """
+    ``failed CODE`` is for set-up lines that have ended with CODE. The batch shell ends with it, or
+    with the code of ``begin`` or ``verdict`` that is not 0: `requeue.prepare_failed_end` keeps
+    Slurm from holding or requeueing such a job, if need be by another exit code."""
     environ = dict(os.environ)
     code = int(argv[1]) if argv[:1] == ["failed"] else _call(argv, environ)
-    if code and argv[:1] in (["begin"], ["verdict"], ["failed"]):  # the batch shell ends with it
-        return requeue.end_as_failed(environ, code)
+    if code and argv[:1] in (["begin"], ["verdict"], ["failed"]):
+        return requeue.prepare_failed_end(environ, code)
     return code
 
 
-def _call(argv: list[str], environ: dict[str, str]) -> int:
-    """Run the command of the batch script that `argv` names; return its exit code.
+def _live_as_batch_shell() -> None:
+    """Have this process end with its parent, and ignore SIGTERM, which Slurm sends at the limit."""
+    die_with_parent()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
-    Some print an answer for the batch shell: ``begin`` bash lines (``exit 0`` where there is
-    nothing to do), ``teardown-time`` and ``next-port`` a number. ``interrupted`` writes the notice,
-    and an end time ``warn_s`` from now, unless an earlier one is noted. In ``warned`` and ``watch``
-    this process ignores SIGTERM, and dies with the batch shell. ``verdict`` returns its own code;
-    an HpcDdpError or OSError is printed on stderr, and gives the error's own code or `CAN_GO_ON`;
-    an unknown name gives 2.
-    """
+
+def _call(argv: list[str], environ: dict[str, str]) -> int:
+    """Run the command of the batch script that `argv` names; return its exit code: that of the
+    verdict for ``verdict``, 2 for an unknown name, else 0. An HpcDdpError or OSError is printed on
+    stderr, and the code is the error's own, or `CAN_GO_ON`.
+
+    Some commands print an answer for the batch shell: ``begin`` bash lines (``exit 0`` where there
+    is nothing to do), ``teardown-time`` and ``next-port`` a number. ``warned`` and ``watch`` ignore
+    SIGTERM, and end with the batch shell."""
     try:
         match argv:
             case ["queue-next"]:
@@ -369,21 +373,19 @@ def _call(argv: list[str], environ: dict[str, str]) -> int:
                 values = begin(environ)
                 answer("exit 0" if values is None else export_lines(values))
             case ["interrupted"]:
-                attempt_of(environ).notice.write_text(NoticeSource.INTERRUPTED)
-                end_time = time.time() + AttemptEnv.from_env(environ).warn_s
-                noted = read_seconds(attempt_of(environ).end_time) or _end_time(environ)
-                note_end_time(environ, min(end_time, noted))
-            case ["warned"] | ["watch", _]:
-                die_with_parent()  # the batch shell's end is theirs, also in an allocation
-                signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as that shell: of the time limit
-                # The shell is named: a wrapper of Python may be this process's parent.
-                warned(environ) if len(argv) == 1 else _watch_to_the_end(environ, int(argv[1]))
+                give_notice_of_interrupt(environ)
+            case ["warned"]:
+                _live_as_batch_shell()
+                give_warning(environ)
+            case ["watch", shell]:  # its id: a wrapper of Python may be this process's parent
+                _live_as_batch_shell()
+                _watch_to_the_end(environ, int(shell))
             case ["teardown-time"]:
                 answer(teardown_time(environ))
             case ["next-port"]:
                 answer(next_port(environ))
             case ["verdict"]:
-                return verdict(environ)
+                return give_verdict(environ)
             case _:
                 say(f"unknown call {argv}")
                 return 2

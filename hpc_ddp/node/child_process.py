@@ -1,6 +1,6 @@
 """The child of a supervisor: a node's torchrun, or with another ``--launcher`` one worker.
 
-For the latter the variables that torchrun would set are made of those that Slurm, or an MPI, sets
+For one worker the variables that torchrun would set are made of those that Slurm, or an MPI, sets
 for the task.
 """
 
@@ -50,10 +50,10 @@ def ignore_notices() -> None:
 
 
 def warn_of_wrapper(environ: Mapping[str, str]) -> None:
-    """Print a warning if Slurm's task (SLURM_TASK_PID) is another process, above this one, that
-    would die of SIGTERM, a preemption's signal. Print nothing if that process can't be seen from
-    this container."""
-    with suppress(ValueError):
+    """Print a warning if Slurm's task (SLURM_TASK_PID in `environ`) is another process, above this
+    one, that would die of SIGTERM, a preemption's signal. Print nothing if that process can't be
+    seen from this container."""
+    with suppress(ValueError):  # a variable that is no number
         task = int(environ.get("SLURM_TASK_PID") or os.getpid())
         if task != os.getpid() and (name := mortal_name(task)):
             say(
@@ -64,8 +64,8 @@ def warn_of_wrapper(environ: Mapping[str, str]) -> None:
 
 
 def note_missing_variable(name: str) -> str:
-    """Return why a supervisor that lacks the job's variable `name` can't work. Also record this as
-    the node's failure in the newest attempt, so that the verdict gives no further attempt.
+    """Record as this node's failure in the newest attempt that the job's variable `name` is
+    missing, so that the verdict permits no further attempt; return the text of the failure.
 
     The run is found by the path of this file, ``<run>/lib/…``, since its variable may be missing,
     too. A record that can't be written is left out.
@@ -74,6 +74,7 @@ def note_missing_variable(name: str) -> str:
         f"this Python does not get the job's variables ({name} is missing): a wrapper or container"
         " takes them away, as env -i and --cleanenv do"
     )
+    # <run>/lib/hpc_ddp/node/child_process.py
     run, node = RunFolder(Path(__file__).resolve().parents[3]), socket.gethostname()
     failure = {"rank": None, "code": 2, "time": time.time(), "error": text}
     with suppress(OSError, IndexError):  # in no run, or in an array's, whose task is not known
@@ -84,8 +85,9 @@ def note_missing_variable(name: str) -> str:
 
 
 def limit_umask() -> None:
-    """Do what `node.entry` does, for a process that does not start there: new files are writable
-    for their owner alone, and workers get the user's umask back."""
+    """Set this process's umask so that new files are writable for their owner alone, and keep the
+    user's umask, which workers get back, in HPC_DDP_UMASK. `node.entry` does the same for the
+    processes that start by it."""
     umask = os.umask(0o022)
     os.umask(umask | 0o022)
     os.environ.setdefault("HPC_DDP_UMASK", f"{umask:o}")
@@ -104,29 +106,29 @@ def raise_file_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
-def split(words: list[str]) -> tuple[list[str], list[str]]:
-    """Split torchrun's words into its options, ``--name=value``, and the script with its arguments.
-
-    The script is the first word without a dash. Raise StopIteration where there is none.
+def split_words(words: list[str]) -> tuple[list[str], list[str]]:
+    """Return torchrun's options, ``--name=value``, and the script with its arguments, which are the
+    words from the first one without a dash on. Raise StopIteration where there is no script.
     """
     script = next(i for i, word in enumerate(words) if not word.startswith("-"))
     return words[:script], words[script:]
 
 
-def expand(command: list[str], environ: Mapping[str, str]) -> list[str]:
+def fill_options(command: list[str], environ: Mapping[str, str]) -> list[str]:
     """Return a command of torchrun with the ``$`` variables of its options filled in from
-    `environ`: under submitit and locally no shell does it.
+    `environ`: under submitit and locally no shell does that.
 
     `command` has the form that `torchrun_launch` describes. The words before the options and the
     script's arguments stay as they are. Raise UsageError for a variable that `environ` lacks, or a
     ``$`` without a name; StopIteration without a script.
     """
-    start, (options, script) = command[:AGENT_WORDS], split(command[AGENT_WORDS:])
+    start, (options, script) = command[:AGENT_WORDS], split_words(command[AGENT_WORDS:])
     return [*start, *(_fill_option(word, environ) for word in options), *script]
 
 
 def _fill_option(option: str, environ: Mapping[str, str]) -> str:
-    """Return an option of torchrun with its ``$`` variables filled in; raise as `expand`."""
+    """Return an option of torchrun with its ``$`` variables filled in from `environ`; raise
+    UsageError as `fill_options`."""
     try:
         return Template(option).substitute(environ)
     except (KeyError, ValueError) as error:
@@ -139,8 +141,8 @@ def _fill_option(option: str, environ: Mapping[str, str]) -> str:
 
 def unbound_threads(options: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that undo the `BINDINGS` in `environ` where torchrun, by its `options`,
-    starts several workers of a node: all would share the first CPUs. {} where it starts one, where
-    it binds them itself, and without such a variable."""
+    starts several workers of a node: all would share the first CPUs. {} where torchrun starts one
+    worker, where it binds the workers itself, and where `environ` has none of the `BINDINGS`."""
     is_single = "--nproc-per-node=1" in options
     is_bound = any(word.startswith("--numa-binding=") for word in options)
     if is_single or is_bound or not any(map(environ.get, BINDINGS)):
@@ -152,9 +154,9 @@ def unbound_threads(options: Sequence[str], environ: Mapping[str, str]) -> dict[
 class Launch:
     """The child process of a supervisor: a node's torchrun, or one worker.
 
-    `peers` are the record files of all supervisors; they are given to the first supervisor alone,
-    whose exit code fails the step, and are [] for the others. `rank` is None for torchrun, which
-    reports its workers in ``folder.failures``.
+    `peers` are the record files of all supervisors; only the first supervisor, whose exit code
+    fails the step, has them, and the others have []. `rank` is None for torchrun, which reports its
+    workers in ``folder.failures``.
     """
 
     name: str  # of the supervisor, in the attempt: the node, and for one worker also its rank
@@ -170,23 +172,23 @@ class Launch:
 
 
 def torchrun_launch(place: Place, command: list[str]) -> Launch:
-    """Return the launch of a node's torchrun, with the options that differ between nodes added. On
-    the first node print a line if it changes `BINDINGS`.
+    """Return the launch of a node's torchrun, with the options added that differ between nodes. On
+    the first node print a line if it undoes the `BINDINGS`.
 
     `command` is python, -u, node.py, ``elastic_agent``, torchrun's options, and the script with its
     arguments: workers may be forked from this Python, so it has a worker's options. The set-up
-    lines of NODE_SETUP run before it. Raise StopIteration without a script.
+    lines of NODE_SETUP run before the command. Raise StopIteration without a script.
 
     torchrun would guess the store's host and this node's name from host names: wrong with several
     interfaces, aliases, or a name that /etc/hosts maps to loopback (pytorch issue 73656).
     """
     is_host = "1" if place.index == 0 else "0"
-    start, (options, script) = command[:AGENT_WORDS], split(command[AGENT_WORDS:])
+    start, (options, script) = command[:AGENT_WORDS], split_words(command[AGENT_WORDS:])
     confs = [w.removeprefix("--rdzv-conf=") for w in options if w.startswith("--rdzv-conf=")]
     conf = ",".join([*confs, f"is_host={is_host}"])  # torchrun reads only the last --rdzv-conf
     words = [*start, *options, f"--rdzv-conf={conf}", f"--local-addr={place.host}", *script]
-    unbound = unbound_threads(options, os.environ)
-    if unbound and not place.index:
+    unbinding = unbound_threads(options, os.environ)
+    if unbinding and not place.index:
         names = ", ".join(filter(os.environ.get, BINDINGS))
         say(
             f"note: {names} would bind all workers of a node to the same CPUs, and has no effect;"
@@ -197,7 +199,8 @@ def torchrun_launch(place: Place, command: list[str]) -> Launch:
         task=Task(place.index, len(place.nodes)),
         folder=place.attempt.node(place.node),
         command=after_setup(os.environ.get(NODE_SETUP, ""), words),
-        env={"PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0"), **unbound},
+        # Forked workers have this Python's seed of hashes: sets have one order on all ranks.
+        env={"PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0"), **unbinding},
         peers=[] if place.index else [place.attempt.node(node).record for node in place.nodes],
         is_elastic=any(word.startswith("--nnodes=") and ":" in word for word in options),
     )
@@ -205,12 +208,12 @@ def torchrun_launch(place: Place, command: list[str]) -> Launch:
 
 def worker_launch(place: Place, command: list[str]) -> Launch:
     """Return the launch of this task's worker; `command` is python and the script with its
-    arguments. The set-up lines of NODE_SETUP run before it.
+    arguments. The set-up lines of NODE_SETUP run before the command.
 
     Ranks are in blocks, node by node, as --distribution has it. Rank 0 has the records of all
     workers for `peers`, and the port of the store. Raise KeyError where the launcher's variables of
-    a task are missing, OSError where the launcher has started fewer tasks than there are nodes, or
-    an MPI has ordered the ranks in another way.
+    a task are missing, OSError where the tasks can't be divided by the nodes, or an MPI has ordered
+    the ranks in another way.
     """
     rank, size = _rank_and_size()
     per_node, surplus = divmod(size, len(place.nodes))
@@ -224,14 +227,14 @@ def worker_launch(place: Place, command: list[str]) -> Launch:
             f"rank {rank} is on {place.node}, number {place.index} of the job's nodes, and ranks"
             " have to go node by node, in Slurm's order; hint: --launcher torchrun"
         )
-    node_of = [] if rank else [place.nodes[peer // per_node] for peer in range(size)]
+    peer_nodes = [] if rank else [place.nodes[peer // per_node] for peer in range(size)]
     return Launch(
         name=f"{place.node}-{rank}",
         task=Task(rank, size, per_node),
         folder=place.attempt.node(place.node, rank),
         command=after_setup(os.environ.get(NODE_SETUP, ""), started_by(command[0], command[1:])),
         env=_variables(place, rank, size),
-        peers=[place.attempt.node(node, peer).record for peer, node in enumerate(node_of)],
+        peers=[place.attempt.node(node, peer).record for peer, node in enumerate(peer_nodes)],
         rank=rank,
         store_port=0 if rank else AttemptEnv.from_env(os.environ).port,
         reports_fabric=rank % per_node == 0,
@@ -239,18 +242,18 @@ def worker_launch(place: Place, command: list[str]) -> Launch:
 
 
 def wait_for_files(paths: Sequence[Path], limit_s: float) -> None:
-    """Wait, `limit_s` seconds at most, until all files are there. Raise OSError where one can't be
-    looked up."""
+    """Wait until all files exist, `limit_s` seconds at most; which ones are missing is not
+    returned. Raise OSError where a file can't be looked up."""
     give_up, missing = time.monotonic() + limit_s, list(paths)
     while time.monotonic() < give_up and missing:
-        while missing and missing[-1].exists():  # each is looked for until it is there
+        while missing and missing[-1].exists():  # one after the other, each until it exists
             missing.pop()
         time.sleep(0.2)
 
 
 def _rank_and_size() -> tuple[int, int]:
-    """Return the rank and the number of tasks that srun, or an MPI's launcher, gave this process;
-    raise KeyError outside of a task."""
+    """Return the rank and the number of tasks that srun, or an MPI's launcher, has set in this
+    process's environment; raise KeyError outside of a task."""
     env = os.environ
     if AttemptEnv.from_env(env).step_launcher == "srun":
         return int(env["SLURM_PROCID"]), int(env["SLURM_NTASKS"])
@@ -259,10 +262,11 @@ def _rank_and_size() -> tuple[int, int]:
 
 
 def _variables(place: Place, rank: int, size: int) -> dict[str, str]:
-    """Return the variables that torchrun would set for worker `rank` of `size`.
+    """Return the variables that torchrun would set for worker `rank` of `size` in the attempt of
+    this process's environment.
 
     By TORCHELASTIC_RUN_ID libraries know that starts and restarts are not theirs: Lightning then
-    keeps its own requeue off, which revives cancelled jobs.
+    switches its own requeue off, which revives cancelled jobs.
     """
     env = AttemptEnv.from_env(os.environ)
     return {

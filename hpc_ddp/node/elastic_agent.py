@@ -36,7 +36,7 @@ from hpc_ddp.core.attempt_env import AttemptEnv
 from hpc_ddp.core.file_io import patiently, read_word
 from hpc_ddp.core.job.attempt_folder import AttemptFolder, NodeFolder
 from hpc_ddp.core.process import NOTICE_SIGNALS
-from hpc_ddp.node.child_process import NO_GROUP, split
+from hpc_ddp.node.child_process import NO_GROUP, split_words
 from hpc_ddp.node.net import elastic_rendezvous, fixed_rendezvous
 from hpc_ddp.node.net.place import Place
 from hpc_ddp.node.workers import fork_server
@@ -48,28 +48,28 @@ from hpc_ddp.node.workers.worker import die_with_parent, started_by
 LOOK_TIMEOUT = timedelta(seconds=10)  # of `note_missing_group`, for the store's answer
 
 
-def escape(script_args: list[str]) -> list[str]:
-    """Double each ``$`` of the script's arguments: torchrun expands ``${local_rank}`` in them, and
-    ``$$`` to ``$``."""
+def escape_dollars(script_args: list[str]) -> list[str]:
+    """Return the script's arguments with each ``$`` doubled: torchrun replaces ``${local_rank}`` in
+    them, and ``$$`` by ``$``."""
     return [word.replace("$", "$$") for word in script_args]
 
 
 def replace_signal_handler() -> None:
-    """Patch torchrun's handler of signals, which it installs when it starts its workers: a signal
-    of a notice has no effect any more, where torchrun would raise SignalException. Other signals
-    still do.
+    """Patch torchrun's handler of signals, which torchrun installs when it starts its workers: the
+    `NOTICE_SIGNALS` have no effect any more. At other signals it still raises SignalException.
 
-    Newer torchruns have ``--signals-to-handle`` for this; the handler's name is older, and in all.
+    Newer torchruns have ``--signals-to-handle`` for this; all have a handler of this name.
     """
     from torch.distributed.elastic.multiprocessing import api
 
     original = api._terminate_process_handler
 
-    def handler(signum: int, frame: FrameType | None) -> None:
+    def handle_signal(signum: int, frame: FrameType | None) -> None:
+        """Ignore the `NOTICE_SIGNALS`; pass any other signal to torchrun's own handler."""
         if signum not in NOTICE_SIGNALS:
             original(signum, frame)
 
-    api._terminate_process_handler = handler
+    api._terminate_process_handler = handle_signal
 
 
 class EndingError(RuntimeError):
@@ -77,7 +77,8 @@ class EndingError(RuntimeError):
 
 
 def end_after_notice(node: NodeFolder) -> None:
-    """Patch torchrun: it starts no workers again once the supervisor has written the node's notice.
+    """Patch torchrun: it starts no workers again once the supervisor has written the notice into
+    the folder `node`.
 
     The grace time would be over before new workers are at work, and a peer's agent may be gone.
     Where torchrun then wants to restart workers, or finds the rendezvous closed, it raises its
@@ -92,14 +93,15 @@ def end_after_notice(node: NodeFolder) -> None:
     restart, monitor = Agent._restart_workers, LocalElasticAgent._monitor_workers
 
     def monitor_and_keep(self: Any, group: Any) -> Any:
-        """Return torchrun's result on its workers; keep its failed workers in `failures`."""
+        """Return torchrun's result on its workers; keep the failed ones in the agent's
+        `failures`."""
         result = monitor(self, group)
         self.failures = result.failures
         return result
 
     def restart_or_end(self: Any, group: Any) -> None:
         """Start the workers again; after a notice, or if the rendezvous is closed, raise as
-        described above. A notice that can't be read counts as none."""
+        `end_after_notice` says. A notice that can't be read counts as none."""
         try:
             if read_word(node.notice):
                 raise EndingError("the workers failed after a notice")
@@ -114,19 +116,19 @@ def end_after_notice(node: NodeFolder) -> None:
 
 
 def count_rounds() -> None:
-    """Patch torchrun: the workers' TORCHELASTIC_RESTART_COUNT is the number of restarts before this
-    start, on all nodes, and on one that joins late.
+    """Patch torchrun: the workers' TORCHELASTIC_RESTART_COUNT is the number of the job's restarts
+    before this start, on all nodes, also on one that joins late.
 
-    torchrun's differs between nodes: a node counts the restarts for which its own workers had
-    failed, and not those that another node asked for.
+    torchrun's own count differs between nodes: a node counts the restarts for which its own workers
+    had failed, and not those that another node asked for.
     """
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
     start_workers = LocalElasticAgent._start_workers
 
     def start_counted(self: Any, group: Any) -> Any:
-        """Start the workers, and return their ids; torchrun takes the count from the restarts that
-        remain."""
+        """Start the workers, and return their ids. For this call the agent's remaining restarts are
+        those of the whole job: torchrun computes the count from them."""
         remaining = self._remaining_restarts
         self._remaining_restarts = group.spec.max_restarts - group.spec.rdzv_handler.joined_round
         try:
@@ -139,7 +141,7 @@ def count_rounds() -> None:
 
 def note_missing_group(folder: Path) -> None:
     """Patch torchrun: once all workers have ended well, the first node's agent looks whether they
-    have formed a process group, and touches ``no-group`` in `folder` if not.
+    have formed a process group, and if not makes the file ``no-group`` in `folder`.
 
     A group leaves keys in torchrun's store; a group that a script forms by other means leaves none.
     No file is made for a single worker, nor where the store can't be asked.
@@ -150,7 +152,8 @@ def note_missing_group(folder: Path) -> None:
     wait: Any = Agent._exit_barrier
 
     def look_and_wait(self: Any) -> None:
-        """Look at the store, then wait for the other agents: the store may be gone after that."""
+        """Look at the store, and make the file; then wait for the other agents, after which the
+        store may be gone."""
         group = self._worker_group
         with contextlib.suppress(Exception):  # no reason to fail: the training is done
             if group.group_rank == 0 and group.workers[0].world_size > 1:
@@ -171,7 +174,7 @@ def read_options(options: list[str]) -> Any:
     from torch.distributed import run
 
     parse: Any = run.parse_args  # without types in torch
-    stderr = io.StringIO()
+    stderr = io.StringIO()  # argparse prints its message there, and exits
     try:
         with contextlib.redirect_stderr(stderr):
             return parse([*options, "--no-python", "script"])
@@ -187,8 +190,8 @@ def fork_workers(server: ForkServer) -> None:
     start_new: Any = SubprocessHandler._popen
 
     def fork_or_start(self: Any, args: tuple[str, ...], env: dict[str, str]) -> Any:
-        """Return the process of a worker with this command line and environment: forked, else
-        started."""
+        """Return a new process of a worker with this command line and environment: forked by the
+        server if it can be, else started by torchrun."""
         if self._stdout is None and self._stderr is None:
             process = server.fork(args, env)
             if process is not None:
@@ -201,24 +204,24 @@ def fork_workers(server: ForkServer) -> None:
 def launch(
     argv: list[str], place: Place, server: ForkServer | None = None
 ) -> dict[str, Any] | None:
-    """Run torchrun with its command line `argv` until all workers have ended; they are forked by
-    `server`, if that is given.
+    """Run torchrun with its command line `argv` until all workers have ended; `server` forks them,
+    if given. Return None when all workers exited with 0, else
+    ``{"failures": [{"rank", "code", "time"}, …]}``, by rank.
 
-    This patches torchrun in this process, as the module says. Return None when all workers exited
-    with 0, else ``{"failures": [{"rank", "code", "time"}, …]}``. Raise ValueError for a wrong
-    option, StopIteration without a script, OSError for a secret that can't be read, and EndingError
-    where the workers ended after a notice and none of this node has failed. Raises further any
-    error of torchrun itself, such as those of its rendezvous.
+    This patches torchrun in this process, as the module says, and may set variables of torch in its
+    environment. Raise ValueError for a wrong option, StopIteration without a script, OSError for a
+    secret that can't be read, and EndingError where the workers ended after a notice and none of
+    this node has failed. Raises further any error of torchrun itself, as of its rendezvous.
     """
     with kept_cpus():
         from torch.distributed import run
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
         from torch.distributed.launcher.api import elastic_launch
 
-    options, script = split(argv)
+    options, script = split_words(argv)
     args = read_options(options)
     args.training_script, *script_args = started_by(sys.executable, script)
-    args.training_script_args = escape(script_args)
+    args.training_script_args = escape_dollars(script_args)
     config, command, command_args = run.config_from_args(args)
     replace_signal_handler()
     end_after_notice(place.attempt.node(place.node))
@@ -226,17 +229,17 @@ def launch(
     hosts = [place.host_of(index) for index in range(len(place.nodes))]
     secret = patiently(place.attempt.secret.read_bytes)
     if config.min_nodes < config.max_nodes:
-        elastic_rendezvous.patch(hosts, secret)
-        # The ranks follow from the nodes': else all would wait, for the read timeout, for the
-        # numbers of a node that has been lost behind its join.
+        elastic_rendezvous.patch_torchrun(hosts, secret)
+        # Each agent computes the ranks from the order of the nodes. Without this all agents would
+        # wait, for the read timeout, for the numbers of a node that was lost after its join.
         os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"
     else:
-        fixed_rendezvous.patch(place.index, hosts, secret)
+        fixed_rendezvous.patch_torchrun(place.index, hosts, secret)
     if server is not None:
         fork_workers(server)
     if config.max_restarts:
-        # Each start of the workers has a store of its own: in the agent's, which all of them
-        # share, they would find what those before them have left.
+        # Each start of the workers has a store of its own: in the agent's store, which all starts
+        # would share, workers would find what earlier workers have left.
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     else:
         note_missing_group(place.attempt.node(place.node).path)
@@ -254,15 +257,15 @@ def _failure(rank: int, failure: Any) -> dict[str, Any]:
 
 
 def start_server(argv: list[str]) -> ForkServer | ForkedScript | None:
-    """Import torch, and start the fork server for the script of torchrun's command line. Return
-    what `fork_server.start` returns, in a forked worker a ForkedScript; None for a job with
-    ``--no-warm-start``, for which nothing is imported."""
+    """Import torch, and start the fork server for the script of torchrun's command line `argv`.
+    Return what `fork_server.start` returns: in a forked worker a ForkedScript, in the agent the
+    server or None. None for a job with ``--no-warm-start``, for which nothing is imported."""
     if not AttemptEnv.from_env(os.environ).warm_start:
         return None
     with paused_collector(), kept_cpus():
-        import torch  # noqa: F401  # the server's, and by it all workers'
+        import torch  # noqa: F401  # the server, and so all workers, have it then
 
-        return fork_server.start(split(argv)[1])
+        return fork_server.start(split_words(argv)[1])
 
 
 def main(argv: list[str]) -> ForkedScript:
@@ -271,16 +274,18 @@ def main(argv: list[str]) -> ForkedScript:
 
     Failed workers are written to ``failures.json`` of the node's folder. So is an exception, as
     ``{"agent": text}``, which is then raised; if a port was taken, the attempt's ``port-taken`` is
-    made, too. Raise OSError if these files can't be written. From now on the `NOTICE_SIGNALS` have
-    no effect on this process, it dies with its parent, HPC_DDP_AGENT_PID is its id, by which
-    workers see its death, and the variables of torchrun's options (PET_) are removed.
+    made, too. Raise OSError if these files can't be written.
+
+    From now on the `NOTICE_SIGNALS` have no effect on this process, and it dies with its parent.
+    HPC_DDP_AGENT_PID is set to its id, by which workers see its death; the variables of torchrun's
+    options (PET_) are removed.
     """
     for number in NOTICE_SIGNALS:
         signal.signal(number, lambda *_: None)
-    die_with_parent()  # or the workers of a supervisor that is killed would go on by themselves
+    die_with_parent()  # else, if the supervisor is killed, the workers would go on
     os.environ["HPC_DDP_AGENT_PID"] = str(os.getpid())
     for name in [name for name in os.environ if name.startswith("PET_")]:
-        del os.environ[name]  # torchrun's options, by their names there: --torchrun has them
+        del os.environ[name]  # torchrun would take them for options: --torchrun has those
     folder = Path(os.environ["HPC_DDP_NODE_FOLDER"])
     failures = NodeFolder(folder).failures  # it exists: the disk may have no room for a new file
     try:

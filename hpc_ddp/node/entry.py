@@ -10,10 +10,10 @@ import sys
 
 
 def refuse_old_python() -> None:
-    """Print that this Python is too old, and exit with code 1. A supervisor, or torchrun's agent,
-    first writes the reason into a file of its node's folder, where the verdict finds it; without
-    that file the verdict would see a lost node again and again. Raise KeyError where a variable of
-    the job is missing, OSError where the file can't be written."""
+    """Print that this Python is too old, and exit with code 1. In a supervisor, or torchrun's
+    agent, first write the reason into a file of the node's folder, where the verdict finds it;
+    without that file the verdict would see a lost node again and again. Raise KeyError where a
+    variable of the job is missing, OSError where the file can't be written."""
     import json
     import time
 
@@ -38,14 +38,15 @@ if __name__ == "__main__":
     if sys.version_info < (3, 10):  # noqa: UP036  # of the job, on which this file alone can run
         refuse_old_python()
     # A group that may read a run is not to write in it, whatever the user's umask: the next attempt
-    # executes what lies there. A worker gets the user's own back, for the files of the script.
+    # executes what lies there. A worker gets the user's umask back, for the files of the script.
     umask = os.umask(0o022)
     os.umask(umask | 0o022)
     os.environ.setdefault("HPC_DDP_UMASK", f"{umask:o}")
     if getattr(sys.flags, "safe_path", False):  # PYTHONSAFEPATH leaves this file's folder out
         sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-    # Python would look in this folder, on the shared disk, for each module of its library first. It
-    # stays before whatever else is not Python's own, such as another hpc_ddp.
+    # Python would look in this folder, on the shared disk, for each module of its library first. So
+    # the folder, sys.path[0], goes behind the leading entries that are Python's own library, and
+    # stays before all others, such as one with another hpc_ddp.
     library, place = os.path.dirname(os.__file__).rpartition(".")[0], 1
     for path in sys.path[1:]:
         if not path.startswith(library) or "-packages" in path:

@@ -35,7 +35,7 @@ from hpc_ddp.core.process import signal_from_pid_files
 from hpc_ddp.node.child_process import (
     LAUNCHES,
     Launch,
-    expand,
+    fill_options,
     ignore_notices,
     limit_umask,
     note_missing_variable,
@@ -59,8 +59,8 @@ POLL_EVERY_S = 1.0
 TEARDOWN_S = 4.0  # an aware worker is gone after 2; a process that still runs then hangs
 PEERS_S = 8.0  # how long a failed node waits for its peers' ends before srun kills them
 STOOD_STILL_S = 10.0  # a loop that took so long was suspended, and Slurm has another end time
-CATCH_UP_S = 15.0  # until the batch side has asked for it, and this side has read it
-AFTERMATH_S = 60.0  # in which the end of a child is laid to the suspension before
+CATCH_UP_S = 15.0  # until the batch script has asked for that time, and this process has read it
+AFTERMATH_S = 60.0  # after a suspension, in which it may be the cause of a child's end
 LEAD_S = 10.0  # what workers have after a notice, however late it is: KillWait is 30 s by default
 
 
@@ -82,15 +82,15 @@ class Supervisor:
     _polled_at: float = float("inf")  # no poll yet
     _next_poll: float = 0.0
     _woke_at: float = -math.inf  # when this loop last went on after it had stood still
-    _oom_kills: int = field(default_factory=oom.kills)
+    _oom_kills: int = field(default_factory=oom.count_kills)
 
     def __post_init__(self) -> None:
-        """Make the launch's folder with an empty file of failures, and delete pid files of an
-        earlier start. Raise OSError if that fails."""
+        """Make the launch's folder with an empty file of failures, delete pid files of an earlier
+        start, and begin to watch the folders. Raise OSError if one can't be made or changed."""
         self.end_time, self.folder = self.place.end_time, self.launch.folder
         patiently(partial(make_folders, self.folder.path))
-        for stale in self.folder.pids():
-            stale.unlink(missing_ok=True)
+        for pid_file in self.folder.pids():
+            pid_file.unlink(missing_ok=True)
         patiently(partial(self.folder.failures.write_text, ""))
         self.journal = self.place.run.journal(self.launch.name, self.place.attempt.number)
         self.fabric = FabricComparison(self.place, self.journal)
@@ -100,32 +100,33 @@ class Supervisor:
         self.local_notice = LocalNotice()
 
     def run(self) -> int:
-        """Run the child to its end; return the task's exit code, see `_end` (0 also after a
-        notice). Where a peer has failed already, no child starts, and the code is 1 for the first
-        supervisor, 0 for the others. A child that can't be started counts as failed with 127. Where
-        Slurm has lost an elastic job's first node, the child is killed. Raises OSError as
-        `_end`."""
-        if read_word(self.place.attempt.failed):  # a peer failed before this one was up
+        """Run the child to its end, and meanwhile `_poll`; return the task's exit code, see
+        `_conclude`. Where a peer has failed already, no child starts, and the code is 1 for the
+        supervisor with `peers`, 0 for the others. A child that can't be started counts as failed
+        with 127. Where Slurm has lost an elastic job's first node, the child is killed. Raises
+        OSError as `_conclude`."""
+        if read_word(self.place.attempt.failed):  # a peer failed before this supervisor was up
             return 1 if self.launch.peers else 0
         try:
             child = self._start()
         except OSError as error:
             write_json(self.folder.failures, {"agent": str(error)})
-            return self._end(127)
+            return self._conclude(127)
         self.watch.links.start()
-        leader_lost = self.launch.is_elastic and head_failover.watch(self.place, dict(os.environ))
+        environ = dict(os.environ)
+        head_gone = self.launch.is_elastic and head_failover.watch_head(self.place, environ)
         while child.poll() is None:
             self.signals.wait(0.1)
             self._poll(child)
-            if leader_lost and leader_lost.is_set() and not self._kill_at:
+            if head_gone and head_gone.is_set() and not self._kill_at:
                 self._kill_at = time.monotonic()
         self.growth.note_all()
-        return self._end(child.returncode)
+        return self._conclude(child.returncode)
 
     def _start(self) -> subprocess.Popen[bytes]:
         """Start the child in a session of its own, with its output in the agent log, and return it;
-        `_env` has further effects. Raise OSError if the child can't be started, or if the first
-        node's name can't be looked up for 30 s. Raises further what `_env` raises."""
+        `_make_env` has further effects. Raise OSError if the child can't be started, or if the
+        first node's name can't be looked up for 30 s. Raises further what `_make_env` raises."""
         check_resolves(self.place.host_of(0))
         with open(self.folder.agent_log, "ab") as log:
             return subprocess.Popen(
@@ -133,14 +134,14 @@ class Supervisor:
                 stdout=log,
                 stderr=log,
                 stdin=subprocess.DEVNULL,
-                env=self._env(),
+                env=self._make_env(),
                 start_new_session=True,
                 preexec_fn=ignore_notices,
             )
 
-    def _env(self) -> dict[str, str]:
-        """Report the interconnect, begin to look up trackers, and return the child's environment.
-        Raise OSError where the attempt's secret can't be read."""
+    def _make_env(self) -> dict[str, str]:
+        """Choose and report the interconnect, begin to look up trackers, and return the child's
+        environment. Raise OSError where the attempt's secret can't be read."""
         return {
             **os.environ,
             "HPC_DDP_NODE": self.place.node,
@@ -150,43 +151,43 @@ class Supervisor:
             **self.fabric.choose(self.launch.reports_fabric),
             **self.place.interface_env(),
             **self.place.store_env(),
-            **tracker_lookup.begin(self.place, self.launch.rank, os.environ),
+            **tracker_lookup.start_lookups(self.place, self.launch.rank, os.environ),
             **self.launch.env,
         }
 
     def _poll(self, child: subprocess.Popen[bytes]) -> None:
-        """Act on signals, on the attempt's files and on the clock: give the workers notice, tear
-        them down, or kill them and the child at `_kill_at`. Note when this loop has stood still."""
+        """Act on signals, the attempt's files and the clock: give the workers notice, tear them
+        down, or kill them and `child` at `_kill_at`. Note when this loop has stood still."""
         now = time.monotonic()  # a clock that is set meanwhile makes no wait longer or shorter
         polled_at, self._polled_at = self._polled_at, now
         if now - polled_at > STOOD_STILL_S:
             self._woke_at = now
         if self.signals.seen:
-            names = [signal.Signals(number).name for number in self.signals.seen]
+            name = signal.Signals(self.signals.seen[0]).name
             self.signals.seen.clear()
-            if peer := self._failed_peer():  # srun ends a step whose task failed with SIGTERM, too
+            if peer := self._failed_peer():  # srun sends SIGTERM, too, where a task has failed
                 self._tear_down(peer)
             else:
-                self._give_notice(names[0], child)
+                self._give_notice(name, child)
         if self.watch.begin_look_if_due():
             self._look_at_attempt(child)
         if now >= self._next_poll:
             self._next_poll = now + POLL_EVERY_S
             self._poll_node(child, now)
         if self.watch.begin_fence_if_due():
-            self._end_if_superseded(now)
+            self._kill_if_superseded(now)
         if self.notice and now >= self._noticed_at + LEAD_S and not self._kill_at:
-            self._end_late_workers(now)
+            self._kill_late_workers(now)
         if self._kill_at and now >= self._kill_at:
             self.killed = True
             self._signal_workers(signal.SIGKILL)
             child.kill()
 
-    def _end_late_workers(self, now: float) -> None:
-        """If the job's time is over, have `_poll` kill the workers, which still run `LEAD_S` after
-        a notice. The first supervisor prints so, and at the first call before then a warning."""
+    def _kill_late_workers(self, now: float) -> None:
+        """Have `_poll` kill the workers, which still run `LEAD_S` after a notice, if the job's time
+        is over. The supervisor with `peers` prints that, or once a warning before."""
         if self._time_is_over():
-            # Slurm's own SIGKILL would take the batch shell too, and with it the verdict.
+            # Slurm's own SIGKILL would end the batch shell too, and with it the verdict.
             self._kill_at = now
             text = "the script has not ended since the notice, and its time is over: it is killed"
         elif self._has_warned:
@@ -200,7 +201,8 @@ class Supervisor:
             say(text)
 
     def _look_at_attempt(self, child: subprocess.Popen[bytes]) -> None:
-        """Read the attempt's ``failed``, ``notice`` and ``end-time``, and act on them."""
+        """Read the attempt's ``failed`` (tear the workers down for a failed peer), else ``notice``
+        (pass it on to the workers); then ``end-time``."""
         if peer := self._failed_peer():
             self._tear_down(peer)
         elif word := read_word(self.place.attempt.notice):
@@ -214,8 +216,8 @@ class Supervisor:
         self.local_notice.write(beat=now)
         self.growth.note()
         self.fabric.compare()
-        is_asked = self.notice or self.torn_down or now < self._woke_at + CATCH_UP_S
-        if not is_asked and self._time_is_over(self.place.warn_s):
+        is_exempt = self.notice or self.torn_down or now < self._woke_at + CATCH_UP_S
+        if not is_exempt and self._time_is_over(self.place.warn_s):
             self._give_notice(NoticeSource.TIME_LIMIT, child)
         if self.agent_watch.is_idle(now) and not self._kill_at:
             self.idle, self._kill_at = True, now
@@ -230,39 +232,38 @@ class Supervisor:
         return self.end_time is not None and time_s >= self.end_time
 
     def _read_end_time(self) -> None:
-        """Set `end_time` to a new one that the batch script has written, and tell the workers."""
+        """Read the attempt's ``end-time``, and pass a new end time on to the workers."""
         end_time = read_seconds(self.place.attempt.end_time)
         if end_time and end_time != self.end_time:
             self.end_time = end_time
             self.local_notice.write(end_time=end_time)
 
-    def _end_if_superseded(self, now: float) -> None:
-        """Have `_poll` kill the workers and the child once a later attempt runs: behind a cut link,
+    def _kill_if_superseded(self, now: float) -> None:
+        """Have `_poll` kill the workers and the child if a later attempt runs: behind a cut link,
         or where slurmd is dead, they would wait for their peers until the watchdog ends them."""
         if not self.torn_down and self._is_superseded():
-            self.torn_down = "a later attempt"
-            self._kill_at = now
+            self.torn_down, self._kill_at = "a later attempt", now
 
     def _is_superseded(self) -> bool:
-        """Return whether a later attempt has started; False while the disk is away."""
+        """Return whether a later attempt has started; False where the disk does not answer."""
         with suppress(OSError):
             return not self.place.run.is_newest(self.place.attempt.number)
         return False
 
     def _failed_peer(self) -> str:
-        """Return the name in ``failed`` if it is another supervisor's, else ''."""
+        """Return the name in the attempt's ``failed`` if it is another supervisor's, else ''."""
         name = read_word(self.place.attempt.failed)
         return "" if name == self.launch.name else name
 
     def _give_notice(self, source: str, child: subprocess.Popen[bytes]) -> None:
-        """Keep `source`, a signal's name or a `NoticeSource`, as this supervisor's notice, write it
-        for the node's workers and into the journal, and signal them: their time to end runs. Where
-        none has started yet, kill `child`; a time limit then also becomes the attempt's notice, for
-        all supervisors. Only the first call has an effect, and none after a tear-down."""
+        """Give the workers a notice with `source`, a signal's name or a `NoticeSource`: write it
+        for them and into the journal, and signal them. Where no worker has started yet, kill
+        `child`; a time limit then also becomes the attempt's notice, for all supervisors. Only the
+        first call has an effect, and none after a tear-down."""
         if self.notice or self.torn_down:
             return
         self.local_notice.write(source=source)
-        with suppress(OSError):  # workers that can't read the local one look at this one
+        with suppress(OSError):  # for workers that can't read the local notice
             write_json(self.folder.notice, {"source": source, "time": time.time()})
         self.notice, self._noticed_at = source, time.monotonic()
         self.journal.write(NoticeGiven(source))
@@ -273,8 +274,8 @@ class Supervisor:
                 self.watch.links.wake()
 
     def _tear_down(self, peer: str) -> None:
-        """Send SIGTERM to the workers for a failed peer, wake other supervisors, and let `_poll`
-        kill the workers `TEARDOWN_S` later. Only the first call has an effect."""
+        """Send SIGTERM to the workers since the supervisor `peer` has failed, wake the others, and
+        have `_poll` kill the workers `TEARDOWN_S` later. Only the first call has an effect."""
         if not self.torn_down:
             self.torn_down = peer
             self.watch.links.wake()
@@ -282,35 +283,34 @@ class Supervisor:
             self._kill_at = time.monotonic() + TEARDOWN_S
 
     def _signal_workers(self, number: int) -> int:
-        """Send signal `number` to all workers that run; return their number, 1 where the disk
-        refuses: there may be some, and they read the notice's file by themselves."""
+        """Send signal `number` to all workers that run; return how many were signalled, 1 where
+        the disk refuses: there may be workers, which read the notice's file themselves."""
         with suppress(OSError):
             return signal_from_pid_files(self.folder.pids(), number)
         return 1
 
-    def _end(self, code: int) -> int:
-        """Record the child's end, with its exit code `code`, and return the task's. That is 0
-        without a failure, after a notice, for an `idle` torchrun, and where a later attempt runs.
-        After another failure the peers are ended, and it is 1 for the supervisor with `peers`, 0
-        for the others. A node that has left an elastic job waits for the job's end, which it may
-        have to decide, and returns 1. Raise OSError as `head_failover.decide`, or where a file
-        can't be looked up."""
+    def _conclude(self, code: int) -> int:
+        """Record the end of the child with exit code `code`; return the task's exit code: 0 where
+        `code` is 0, after a notice, for an `idle` torchrun, and where a later attempt runs. A node
+        that has left an elastic job returns 1, after `head_failover.take_over_verdict`. After any
+        other failure the peers are ended, and the supervisor with `peers` returns 1, the others 0.
+        Raise OSError as `take_over_verdict`, or where a file can't be looked up."""
         has_left = self._write_record(code)
-        # A requeued job's step has the same id: for our bad exit, an old srun would end it.
+        # With 1 an old srun would end the step of the requeued job, which has the same id.
         if code == 0 or self.notice or self.idle or self._is_superseded():
             return 0
         if has_left:
-            head_failover.decide(self.place, dict(os.environ), lambda: bool(self.signals.seen))
+            has_notice = partial(bool, self.signals.seen)
+            head_failover.take_over_verdict(self.place, dict(os.environ), has_notice)
             return 1
         self._end_peers()
         return 1 if self.launch.peers else 0
 
     def _write_record(self, code: int) -> bool:
-        """Write the record of the child's end, with its exit code `code`, for peers and verdict;
-        return whether this node has left an elastic job, whose other nodes go on. Raise OSError as
-        `_failures`."""
-        failures = [] if code == 0 else self._failures(code)
-        # Its workers did not fail themselves: the rendezvous on the first node was lost.
+        """Write the record of the child's end with exit code `code`; return whether this node has
+        left an elastic job, whose other nodes go on. Raise OSError as `_collect_failures`."""
+        failures = [] if code == 0 else self._collect_failures(code)
+        # No worker has failed, but torchrun itself: it has lost the rendezvous on the first node.
         is_without_worker = any(failure["rank"] is None for failure in failures)
         has_left = self.launch.is_elastic and self.place.index > 0 and is_without_worker
         record: dict[str, Any] = {
@@ -329,10 +329,9 @@ class Supervisor:
         return has_left
 
     def _end_peers(self) -> None:
-        """Write the file ``failed``, by which the other supervisors end their workers, unless such
-        a file has ended this one's; wait for the records of `peers`, up to `PEERS_S`, unless a port
-        was taken: the batch script then starts anew. Raise OSError where a file can't be looked
-        up."""
+        """Write the attempt's ``failed``, by which the other supervisors end their workers, unless
+        a peer has written it. Wait for the records of `peers`, up to `PEERS_S`, unless a port was
+        taken: the batch script then starts anew. Raise OSError where a file can't be looked up."""
         if not self.torn_down:
             self._write(partial(self.place.attempt.failed.write_text, self.launch.name))
             self.watch.links.wake()
@@ -340,16 +339,16 @@ class Supervisor:
             wait_for_files(self.launch.peers, PEERS_S)
 
     def _write(self, write_file: Callable[[], object]) -> None:
-        """Call `write_file`, `patiently` for a minute; print an OSError that stays."""
+        """Call `write_file`, again for a minute where it fails; print an OSError that stays."""
         try:
             patiently(write_file)
         except OSError as error:  # the verdict will count this supervisor among the silent ones
             say(f"{self.launch.name} can't record how it ended: {error}")
 
-    def _failures(self, code: int) -> list[dict[str, Any]]:
-        """Return the failures of `failures_of` for the child's exit code. If the port of this
-        worker's store was taken, make the attempt's file ``port-taken``; raise OSError where that
-        fails."""
+    def _collect_failures(self, code: int) -> list[dict[str, Any]]:
+        """Return the failures of `failures_of` for the child's exit code `code`, with kills for
+        want of memory named. If the port of this worker's store was taken, make the attempt's file
+        ``port-taken``; raise OSError where that fails."""
         failures = first_failure.failures_of(code, self.place.run, self.folder)
         oom.name_kills(failures, self._oom_kills)
         error, port = failures[0]["error"], self.launch.store_port
@@ -359,12 +358,13 @@ class Supervisor:
 
 
 def main(argv: list[str]) -> int:
-    """Supervise the launch of `argv`: a name in `LAUNCHES`, then a command with the job's Python,
-    which this process's replaces in a step of the batch script, and with ``--stage``. Return the
-    code of `Supervisor.run`, or print an OSError and return 1; call `leave_tree` at the end."""
+    """Supervise the launch of `argv`: a name in `LAUNCHES`, and a command with the job's Python, in
+    place of which a step of the batch script, and ``--stage``, use this process's. Return the code
+    of `Supervisor.run`; 1 for an OSError or a damaged variable, which are printed. At the end
+    `leave_tree` removes a copy of ``--stage``."""
     kind, *command = argv
-    is_by_script = "SLURM_JOB_ID" in os.environ and "SUBMITIT_EXECUTOR" not in os.environ
-    if (is_by_script or "HPC_DDP_NEAR" in os.environ) and sys.executable:
+    is_in_batch_step = "SLURM_JOB_ID" in os.environ and "SUBMITIT_EXECUTOR" not in os.environ
+    if (is_in_batch_step or "HPC_DDP_NEAR" in os.environ) and sys.executable:
         command[:1] = [sys.executable]
     supervisor: Supervisor | None = None
     try:
@@ -387,15 +387,15 @@ def main(argv: list[str]) -> int:
 
 
 def submitit_main(kind: str, command: list[str]) -> None:
-    """Run as submitit's task: supervise a launch, as `main`, with the script's arguments from
-    job.json. Exit with the supervisor's code, or with 1 and a message if job.json is broken or
-    `expand` refuses; submitit's own exit code would always be 0."""
-    signal.signal(signal.SIGCONT, signal.SIG_DFL)  # submitit logs each
+    """Run as submitit's task: supervise `kind` and `command`, as `main`, with the script's
+    arguments from job.json added. Exit with the supervisor's code, or with 1 and a message if
+    job.json is broken or `fill_options` refuses; submitit's own exit code would always be 0."""
+    signal.signal(signal.SIGCONT, signal.SIG_DFL)  # submitit's handler would log each SIGCONT
     limit_umask()
     try:
         job_json = AttemptEnv.from_env(os.environ).run_folder.job_json
         args = json.loads(patiently(job_json.read_text)).get("args", [])
-        command = expand(command, os.environ) if kind == "torchrun" else command
+        command = fill_options(command, os.environ) if kind == "torchrun" else command
         sys.exit(main([kind, *command, *args]))
     except (HpcDdpError, OSError, KeyError, ValueError) as error:  # the last: a damaged job.json
         sys.exit(f"hpc-ddp: this node can't take part: {error}")

@@ -101,7 +101,7 @@ def test_a_script_that_can_not_tell_is_not_signalled(
     (pid_file,) = run.path.glob("logs/attempt-0/*/rank-0.pid")
     pid = attach.worker_of(pid_file)
     with pytest.raises(HpcDdpError, match=r"py-spy beside .* can't tell by itself"):
-        attach.stacks(pid)
+        attach.print_stacks(pid)
     assert Path(f"/proc/{pid}").exists()
     before = pid_file.read_text()
     pid_file.write_text(f"{os.getpid()} {before.split()[1]}")  # the number was given away
@@ -116,5 +116,5 @@ def test_a_worker_tells_by_itself(
     monkeypatch.setattr(attach.shutil, "which", lambda name, path: None)  # type: ignore[attr-defined]
     for _ in range(2):
         show_stacks_when_asked()  # this process is a worker, too, as far as that goes
-        attach.stacks(os.getpid())
+        attach.print_stacks(os.getpid())
         assert capfd.readouterr().out.count("in test_a_worker_tells_by_itself\n") == 1

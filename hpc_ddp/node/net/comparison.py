@@ -19,22 +19,21 @@ class FabricComparison:
 
     def __init__(self, place: Place, journal: Journal) -> None:
         self._place, self._journal = place, journal
-        self._pending: fabric_lookup.Found | None = (
-            None  # to be compared once the first node has written
-        )
+        # This node's, while it waits for `compare`.
+        self._pending: fabric_lookup.Interconnect | None = None
 
     def choose(self, is_reported: bool) -> dict[str, str]:
-        """Return the variables of this node's interconnect; {} where ``--fabric`` is not auto, or
-        the job has one node.
+        """Look up this node's interconnect, and return the variables for it; {} where ``--fabric``
+        is not auto, or the job has one machine.
 
         With `is_reported` the interconnect is journalled. The first node then also writes it into
-        the attempt's folder, unless the disk refuses, and prints it if there is one; another node
-        keeps it for `compare`.
+        the attempt's file ``fabric``, unless the disk refuses, and prints it if it has cards or a
+        trouble; another node keeps it for `compare`.
         """
         place = self._place
         if not place.seeks_fabric:
             return {}
-        interconnect = fabric_lookup.look()
+        interconnect = fabric_lookup.find_fabric()
         variables = place.fabric_env(interconnect)
         if not is_reported:
             return variables
@@ -42,19 +41,19 @@ class FabricComparison:
         if place.index > 0:
             self._pending = interconnect
             return variables
-        with contextlib.suppress(OSError):  # then no node compares its own
+        with contextlib.suppress(OSError):  # then no node compares its interconnect
             place.attempt.fabric.write_text(json.dumps(asdict(interconnect)))
-        if interconnect != fabric_lookup.Found():
+        if interconnect != fabric_lookup.Interconnect():
             words = " ".join(f"{key}={value}" for key, value in variables.items())
             say(f"fabric: {place.node}: {interconnect}; {words or 'nothing is set for it'}")
         return variables
 
     def compare(self) -> None:
-        """Print a warning, once, if this node's interconnect differs from the first node's: NCCL
+        """Read the first node's interconnect, and print a warning if this node's differs: NCCL
         would fail, hang, or be slow.
 
-        Does nothing on the first node, before `choose` has reported this node's interconnect, and
-        until the first node's file ``fabric`` is there.
+        Do nothing on the first node, before `choose` has reported this node's interconnect, until
+        the first node has written its own, and after one comparison.
         """
         place, interconnect = self._place, self._pending
         if interconnect is None:
@@ -62,7 +61,7 @@ class FabricComparison:
         fields = read_json(place.attempt.fabric)
         if not fields:
             return
-        self._pending, first = None, fabric_lookup.Found(**fields)
+        self._pending, first = None, fabric_lookup.Interconnect(**fields)
         if not interconnect.is_like(first):
             say(
                 f"WARNING: the interconnect of {place.node} is {interconnect}, and of"

@@ -1,6 +1,6 @@
-"""Which interconnect a node has, and the settings that follow from it (``--fabric auto``).
+"""Looks up a node's interconnect, and the variables that follow from it (``--fabric auto``).
 
-It is looked up where the workers are, on each node and inside the container. The variables that a
+The look-up runs where the workers are, on each node and inside the container. The variables that a
 fabric sets are data: ``lib/fabrics.json`` of the run, made of ``templates/fabrics``.
 
 =============  ==============================================================================
@@ -30,11 +30,12 @@ NOTHING = "none"
 
 
 @dataclass(frozen=True)
-class Found:
+class Interconnect:
     """A node's interconnect.
 
-    `name` is that of the fabric, '' where there is none that we know. `cards` are the devices by
-    which it was found. `trouble` is the reason why NCCL can't use it, '' where it can.
+    `name` is the name of the fabric, '' where there is none that we know. `cards` are the devices
+    that show it. `trouble` is the reason why NCCL can't use it, or can't use its InfiniBand; ''
+    without one.
     """
 
     name: str = ""
@@ -42,15 +43,15 @@ class Found:
     trouble: str = ""
 
     def __str__(self) -> str:
-        """Return the interconnect for people: ``infiniband (mlx5_0 and 3 more), but …``, or
-        ``none``."""
+        """Return the interconnect for people: ``infiniband (mlx5_0 and 3 more)`` or ``none``, with
+        ``, but …`` where there is a trouble."""
         more = f" and {len(self.cards) - 1} more" if len(self.cards) > 1 else ""
         text = f"{self.name} ({self.cards[0]}{more})" if self.name else NOTHING
         return f"{text}, but {self.trouble}" if self.trouble else text
 
-    def is_like(self, peer: Found) -> bool:
-        """Return whether NCCL can work alike on this node and on `peer`'s: by the same fabric, and
-        with a `trouble` on both nodes or on neither."""
+    def is_like(self, peer: Interconnect) -> bool:
+        """Return whether NCCL can work alike with this node's interconnect and with `peer`, another
+        node's: the fabric is the same, and both have a `trouble`, or none has."""
         return self.name == peer.name and bool(self.trouble) == bool(peer.trouble)
 
 
@@ -63,9 +64,9 @@ class Port(NamedTuple):
     active: bool
 
 
-def look(root: Path = ROOT, can_load: Callable[[str], bool] | None = None) -> Found:
-    """Return the interconnect of this node: the first one of the module's table that is there, with
-    its devices and its trouble. Files that can't be read count as absent.
+def find_fabric(root: Path = ROOT, can_load: Callable[[str], bool] | None = None) -> Interconnect:
+    """Return the interconnect of this node: the first one of the module's table that the node has,
+    with its devices and its trouble. Files that can't be read count as absent.
 
     Parameters
     ----------
@@ -90,43 +91,40 @@ def look(root: Path = ROOT, can_load: Callable[[str], bool] | None = None) -> Fo
         trouble = f"no InfiniBand port is active ({', '.join(idle)})"
     elif name in ("infiniband", "roce"):
         trouble = _trouble_of_verbs(root, can_load or _can_load)
-    return Found(name, tuple(dict.fromkeys(kinds.get(name, ()))), trouble)
+    return Interconnect(name, tuple(dict.fromkeys(kinds.get(name, ()))), trouble)
 
 
-def settings(
-    interconnect: Found, lib: Path, environ: Mapping[str, str], root: Path = ROOT
+def fabric_variables(
+    interconnect: Interconnect, lib: Path, environ: Mapping[str, str], root: Path = ROOT
 ) -> dict[str, str]:
     """Return the variables for an interconnect that are set neither in `environ` nor in NCCL's
     files.
 
     `lib` is the folder with the table of fabrics; {} where the table can't be read or lacks this
-    fabric. `root` is the folder below which NCCL's files lie. NCCL_NET is left out, too, where
-    other variables have chosen NCCL's network: those that switch its verbs off, name a plugin, or
-    lead to one (LD_LIBRARY_PATH), since NCCL prefers a plugin's network to its verbs.
+    fabric. `root` is the folder below which NCCL's files lie. NCCL_NET is left out, too, where the
+    variables that are set choose NCCL's network already: they name a plugin, or, if it were verbs
+    (``IB``), switch these off, or lead to a plugin (LD_LIBRARY_PATH), which NCCL prefers.
     """
-    configured_env = {**configured(environ, root), **environ}
+    present = {**read_nccl_conf(environ, root), **environ}
     fabrics: dict[str, dict[str, str]] = {}
     with contextlib.suppress(OSError, ValueError):  # a lib of an older version has no table
         fabrics = json.loads((lib / TABLE).read_text())
-    chosen = {
-        key: value
-        for key, value in fabrics.get(interconnect.name, {}).items()
-        if key not in configured_env
-    }
-    verbs = chosen.get("NCCL_NET") == "IB"
-    if "NCCL_NET_PLUGIN" in configured_env or (
-        verbs and (_without_verbs(configured_env) or _has_plugin(configured_env))
+    of_fabric = fabrics.get(interconnect.name, {}).items()
+    variables = {name: text for name, text in of_fabric if name not in present}
+    is_verbs = variables.get("NCCL_NET") == "IB"
+    if "NCCL_NET_PLUGIN" in present or (
+        is_verbs and (_switches_verbs_off(present) or _has_plugin(present))
     ):
-        chosen.pop("NCCL_NET", None)
-    return chosen
+        variables.pop("NCCL_NET", None)
+    return variables
 
 
 def _ports(folder: Path) -> list[Port]:
-    """Return the ports of the RDMA devices in ``/sys/class/infiniband``, [] without such a
-    folder."""
+    """Return the ports of the RDMA devices in `folder`, ``/sys/class/infiniband``, sorted by
+    device; [] without such a folder."""
     ports = []
     for card in _entries(folder):
-        driver = os.path.basename(os.path.realpath(card / "device/driver"))
+        driver = os.path.basename(os.path.realpath(card / "device/driver"))  # a link to the driver
         for port in _entries(card / "ports"):
             active = _read(port / "state").endswith("ACTIVE")  # "4: ACTIVE"
             ports.append(Port(card.name, driver, _read(port / "link_layer"), active))
@@ -150,8 +148,8 @@ def _read(path: Path) -> str:
 
 
 def _can_load(library: str) -> bool:
-    """Return whether the dynamic linker can load a library by its name; this process then has
-    it."""
+    """Load a library by its name into this process; return whether the dynamic linker can do
+    that."""
     try:
         ctypes.CDLL(library)
     except OSError:
@@ -160,23 +158,20 @@ def _can_load(library: str) -> bool:
 
 
 def _trouble_of_verbs(root: Path, can_load: Callable[[str], bool]) -> str:
-    """Return why verbs can't be used here, '' if they can: a container may lack their devices or
-    library.
-
-    `root` and `can_load` are those of `look`.
-    """
+    """Return the reason why RDMA verbs can't be used here, '' if they can: a container may lack
+    their devices or library. `root` and `can_load` are those of `find_fabric`."""
     devices = [path for path in _entries(root / "dev/infiniband") if path.name.startswith("uverbs")]
     if not any(os.access(path, os.R_OK | os.W_OK) for path in devices):
         return "they can't be opened: there is no /dev/infiniband/uverbs* that we may use"
     return "" if can_load(VERBS) else f"{VERBS} can't be loaded, without which NCCL can't use them"
 
 
-def configured(environ: Mapping[str, str], root: Path = ROOT) -> dict[str, str]:
-    """Return the variables that the configuration files of NCCL and RCCL below `root` set, by name.
-    A file that can't be read sets none.
+def read_nccl_conf(environ: Mapping[str, str], root: Path = ROOT) -> dict[str, str]:
+    """Return the variables that the configuration files of NCCL and RCCL set, by name; a later file
+    wins. A file that can't be read sets none.
 
-    `environ` gives the home folder (HOME) and perhaps one more file (NCCL_CONF_FILE); its own
-    variables are not in the result.
+    The files lie below `root`, in ``etc`` and in the home folder (HOME in `environ`);
+    NCCL_CONF_FILE in `environ` names one more. Other variables of `environ` have no effect.
     """
     home = environ.get("HOME", "/").lstrip("/")
     paths = [root / f"etc/{name}.conf" for name in ("nccl", "rccl")]
@@ -188,13 +183,14 @@ def configured(environ: Mapping[str, str], root: Path = ROOT) -> dict[str, str]:
     return {name.strip(): value for name, _, value in pairs}
 
 
-def _without_verbs(variables: Mapping[str, str]) -> bool:
-    """Return whether NCCL_IB_DISABLE keeps NCCL from verbs."""
+def _switches_verbs_off(variables: Mapping[str, str]) -> bool:
+    """Return whether NCCL_IB_DISABLE among `variables` keeps NCCL from verbs."""
     return variables.get("NCCL_IB_DISABLE", "0") != "0"
 
 
 def _has_plugin(variables: Mapping[str, str]) -> bool:
-    """Return whether a network plugin of NCCL or RCCL lies in a folder of LD_LIBRARY_PATH."""
+    """Return whether a network plugin of NCCL or RCCL lies in a folder of LD_LIBRARY_PATH, one of
+    `variables`."""
     folders = filter(None, variables.get("LD_LIBRARY_PATH", "").split(":"))
     names = ("libnccl-net.so", "librccl-net.so")
     return any(os.path.exists(os.path.join(folder, name)) for folder in folders for name in names)

@@ -22,28 +22,28 @@ RESOLVE_S = 30.0  # a name server may be away for a moment
 FIRST_PORT, LAST_PORT = 10000, 32767  # below the range that Linux hands out by itself
 
 
-def reach(nodes: Sequence[str], index: int, suffix: str) -> str:
-    """Return the name by which the nodes of an attempt reach ``nodes[index]``; loopback's address
-    if there is one node.
+def reachable_name(nodes: Sequence[str], index: int, suffix: str) -> str:
+    """Return the name by which the nodes of an attempt reach ``nodes[index]``: that node's name
+    with `suffix`; in an attempt of one node loopback's address.
 
-    `suffix` is appended to the name, for the interconnect; '' for none. By loopback a job of one
-    node works also where names of nodes can't be looked up, or lead elsewhere.
+    A site's `suffix` leads to the interconnect; '' for none. By loopback a job of one node works
+    also where names of nodes can't be looked up, or lead elsewhere.
     """
     return nodes[index] + suffix if len(nodes) > 1 else LOOPBACK
 
 
 def first_port(job_id: str, run: str) -> int:
-    """Return the port to try first, a number made of job id and `run`, the path of the run: so two
-    runs on one node, or in one allocation, rarely meet."""
+    """Return the port to try first, a number made of `job_id` and `run`, the path of the run: two
+    runs on one node, or in one allocation, so rarely try the same port."""
     return FIRST_PORT + zlib.crc32(f"{job_id} {run}".encode()) % (LAST_PORT - FIRST_PORT)
 
 
 def free_port(start: int) -> int:
-    """Return the first TCP port from `start` on, between 10000 and 32767, that has no listener
-    here.
+    """Return the first TCP port from `start` on, in `FIRST_PORT` to `LAST_PORT`, that has no
+    listener on this host. Another process may take the port right afterwards.
 
     A `start` outside of this range is brought into it, and the search wraps around. Raise OSError
-    where all ports are taken. Another process may take the port right afterwards.
+    where all ports are taken.
     """
     count = LAST_PORT - FIRST_PORT + 1
     for step in range(count):
@@ -63,8 +63,8 @@ def listen_on_any_port() -> socket.socket:
 
 
 def check_resolves(host: str, wait_s: float = RESOLVE_S) -> None:
-    """Wait until the name of a node can be looked up; raise OSError where that fails for `wait_s`
-    seconds. torchrun would try it for minutes, without a word."""
+    """Wait until the name `host` of a node can be looked up; raise OSError where that fails for
+    `wait_s` seconds. torchrun would try it for minutes, and print nothing."""
     give_up = time.monotonic() + wait_s
     while True:
         try:
@@ -88,9 +88,9 @@ def interface_to(host: str) -> str | None:
     this host's own name, which on many systems is loopback.
     """
     entries = []
-    with contextlib.suppress(OSError, UnicodeError):  # no name
-        entries = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
-    entries.sort(key=lambda entry: entry[0] != socket.AF_INET)
+    with contextlib.suppress(OSError, UnicodeError):  # the name is unknown, or is none
+        entries = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)  # any port will do
+    entries.sort(key=lambda entry: entry[0] != socket.AF_INET)  # False comes first
     for family, kind, protocol, _, address in entries:
         with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
             probe.connect(address)  # sends nothing: only picks the route
@@ -100,39 +100,43 @@ def interface_to(host: str) -> str | None:
 
 
 def _interface_with(family: int, address: Any) -> str | None:
-    """Return the name of the interface with the `address`, as a socket of `family` gives it, None
-    where there is none. Raise OSError for a scope that is no interface's."""
+    """Return the name of the interface with `address`, a socket's of `family`; None where no
+    interface has it, and for an IPv4 address that Gloo and NCCL would not use. Raise OSError for
+    an IPv6 scope that is no interface's."""
     if family == socket.AF_INET:
         pairs = _ipv4_addresses()
         name = next((name for name, text in pairs if text == address[0]), None)
-        # Gloo and NCCL take an interface's first address, which peers don't reach by loopback's.
-        is_hidden = dict(reversed(pairs)).get(name or "", "").startswith("127.")
-        return None if is_hidden and not address[0].startswith("127.") else name
-    if scope := address[3]:  # of a link's own address, which other interfaces may have, too
+        # Gloo and NCCL take an interface's first address. Where that is loopback's, peers would
+        # not reach this node by it. In the reversed dict the first address is set last, and stays.
+        first_address = dict(reversed(pairs)).get(name or "", "")
+        is_hidden = first_address.startswith("127.") and not address[0].startswith("127.")
+        return None if is_hidden else name
+    if scope := address[3]:  # of a link-local address, which other interfaces may have, too
         return socket.if_indextoname(scope)
     digits = socket.inet_pton(family, address[0]).hex()
     return next((name for name, text in _ipv6_addresses() if text == digits), None)
 
 
 def has_ipv6(interface: str) -> bool:
-    """Return whether an interface has an IPv6 address apart from the link-local one; False if Linux
-    does not tell."""
+    """Return whether an interface has an IPv6 address that is not link-local; False if Linux does
+    not tell."""
     addresses = [digits for name, digits in _ipv6_addresses() if name == interface]
-    return any(not digits.startswith("fe80") for digits in addresses)
+    return any(not digits.startswith("fe80") for digits in addresses)  # fe80: link-local
 
 
 def _ipv6_addresses() -> list[tuple[str, str]]:
-    """Return pairs of an interface's name and one of its IPv6 addresses, as 32 hexadecimal digits;
-    [] if Linux does not tell."""
+    """Return a pair for each IPv6 address: its interface's name, and the address as 32 hexadecimal
+    digits; [] if Linux does not tell."""
     with contextlib.suppress(OSError):
+        # A line is: address, index, length of the prefix, scope, flags, name.
         lines = IF_INET6.read_text(errors="replace").splitlines()
         return [(words[-1], words[0]) for words in map(str.split, lines)]
     return []
 
 
 def _ipv4_addresses() -> list[tuple[str, str]]:
-    """Return pairs of an interface's name and one of its IPv4 addresses, the first one first; []
-    where Linux does not tell, and where this is no Linux."""
+    """Return a pair for each IPv4 address: its interface's name, and the address as 127.0.0.1; an
+    interface's first address comes first. [] where Linux does not tell, and on other systems."""
     if sys.platform != "linux":
         return []
     import fcntl
@@ -144,6 +148,7 @@ def _ipv4_addresses() -> list[tuple[str, str]]:
             size, _ = struct.unpack("iP", fcntl.ioctl(probe.fileno(), SIOCGIFCONF, request))
     except OSError:
         return []
+    # A struct ifreq has the name in its bytes 0 to 15, and the address in its bytes 20 to 23.
     rows = [entries[at : at + IFREQ_BYTES].tobytes() for at in range(0, size, IFREQ_BYTES)]
     # An address may have a label of its own, as eth0:1.
     names = [row[:16].split(b"\0")[0].decode(errors="replace").split(":")[0] for row in rows]
@@ -151,6 +156,6 @@ def _ipv4_addresses() -> list[tuple[str, str]]:
 
 
 def address_of(interface: str) -> str | None:
-    """Return an interface's first IPv4 address; None where it has none, there is no such interface,
-    or this is no Linux."""
+    """Return an interface's first IPv4 address; None where it has none, Linux does not tell, there
+    is no such interface, or this is no Linux."""
     return next((text for name, text in _ipv4_addresses() if name == interface), None)

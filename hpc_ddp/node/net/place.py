@@ -13,18 +13,18 @@ from hpc_ddp.core.attempt_env import AttemptEnv
 from hpc_ddp.core.file_io import patiently
 from hpc_ddp.core.job.attempt_folder import AttemptFolder
 from hpc_ddp.core.run_folder import RunFolder
-from hpc_ddp.node.net.fabric_lookup import Found, configured, settings
-from hpc_ddp.node.net.network import LOOPBACK, interface_to, reach
+from hpc_ddp.node.net.fabric_lookup import Interconnect, fabric_variables, read_nccl_conf
+from hpc_ddp.node.net.network import LOOPBACK, interface_to, reachable_name
 
 
 @dataclass(frozen=True)
 class Place:
-    """The attempt and node of this process, from the environment that the batch shell exported.
+    """The attempt and node of this process, from the environment that the batch script exported.
 
-    `nodes` are all node names of the attempt, `index` this node's among them; a node is reached by
-    its name + `suffix`. `end_time` is in unix seconds, None without a limit; `warn_s` seconds
-    before it the workers get `notice_signal`. `interface` and `fabric` are the user's choices: a
-    network interface or None, and the value of ``--fabric``.
+    `nodes` are the names of the attempt's nodes, `index` is this node's number among them; a node
+    is reached by its name + `suffix`. `end_time` is in unix seconds, None without a limit; `warn_s`
+    seconds before it the workers get `notice_signal`. `interface` and `fabric` are the user's
+    choices: a network interface or None, and the value of ``--fabric``.
     """
 
     run: RunFolder
@@ -40,8 +40,8 @@ class Place:
 
     @classmethod
     def from_env(cls, environ: dict[str, str], nodes: Sequence[str] = ()) -> Place:
-        """Return the place by the `AttemptEnv` variables; without `nodes`, the attempt's file of
-        nodes is read.
+        """Return the place by the `AttemptEnv` variables in `environ`; without `nodes`, the names
+        in the order of the ranks, the attempt's file of nodes is read.
 
         Raises
         ------
@@ -69,56 +69,54 @@ class Place:
 
     @property
     def node(self) -> str:
+        """This node's name, as Slurm has it."""
         return self.nodes[self.index]
 
     @property
     def host(self) -> str:
+        """The name or address by which the nodes reach this node."""
         return self.host_of(self.index)
 
     def host_of(self, index: int) -> str:
-        """Return the name or address by which the nodes reach node `index`."""
+        """Return the name or address by which the nodes reach the node number `index`."""
         local = f"127.0.0.{index + 1}"  # nodes that are only processes of one machine
-        return local if self.is_local else reach(self.nodes, index, self.suffix)
+        return local if self.is_local else reachable_name(self.nodes, index, self.suffix)
 
     @property
     def is_local(self) -> bool:
-        """Whether the nodes are processes of one machine, as in the local back-end. A node's name
-        tells: it is ``local-`` and its index, which hardly is a cluster's name of the same node."""
+        """Whether the nodes are processes of one machine, as in the local back-end. The node's name
+        shows it: ``local-`` and its index, hardly a name that a cluster has for this very node."""
         return self.node == f"local-{self.index}"
 
     @property
     def peer(self) -> str:
-        """The host name by whose route the interface is found: the first node's; on the first node
-        the second's; in a job of one node its own."""
+        """The host name of the node by the route to which the interface is found: the first node;
+        on the first node the second; in a job of one node this one."""
         return self.nodes[0 if self.index else min(1, len(self.nodes) - 1)] + self.suffix
 
     @property
     def chosen_interface(self) -> str | None:
-        """The name of the interface to the other nodes: the user's choice, or else the one whose
-        route leads there (without other machines loopback's); None if there is no route."""
-        inside = self.is_local or len(self.nodes) == 1
-        return self.interface or interface_to(LOOPBACK if inside else self.peer)
+        """The name of the interface to the other nodes: the user's choice, or else the interface
+        whose route leads there (loopback's without other machines); None if there is no route."""
+        is_one_machine = self.is_local or len(self.nodes) == 1
+        return self.interface or interface_to(LOOPBACK if is_one_machine else self.peer)
 
     def interface_env(self) -> dict[str, str]:
-        """Return the variables that name the interface to Gloo, NCCL, HCCL (Ascend) and oneCCL
-        (Intel), {} where no interface leads to the other nodes. Variables that this process's
-        environment has are left out; where the user has not chosen the interface, so are those that
-        NCCL's files set."""
+        """Return the variables that give `chosen_interface` to Gloo, NCCL, HCCL (Ascend) and oneCCL
+        (Intel); {} where that is None. Variables that this process's environment has are left out;
+        where the user has not chosen the interface, so are those that NCCL's files set."""
         name = self.chosen_interface
         if not name:
             return {}
         variables = {
             "GLOO_SOCKET_IFNAME": name,
-            "NCCL_SOCKET_IFNAME": f"={name}",  # =: exactly this
+            "NCCL_SOCKET_IFNAME": f"={name}",  # =: this name, and not as a prefix
             "HCCL_SOCKET_IFNAME": f"={name}",
             "CCL_KVS_IFACE": name,
         }
-        # An administrator may have said it in NCCL's own files, and knows better than a route.
-        configured_env = {
-            **({} if self.interface else configured(os.environ)),
-            **os.environ,
-        }
-        return {key: value for key, value in variables.items() if key not in configured_env}
+        # What an administrator has set in NCCL's own files is better than a guess by a route.
+        present = {**({} if self.interface else read_nccl_conf(os.environ)), **os.environ}
+        return {name: text for name, text in variables.items() if name not in present}
 
     def store_env(self) -> dict[str, str]:
         """Return the variable with the prefix of this attempt's keys in the store of its workers.
@@ -132,23 +130,23 @@ class Place:
 
     @property
     def seeks_fabric(self) -> bool:
-        """Whether the interconnect is to be looked up: ``--fabric auto``, and other machines in the
-        job."""
+        """Whether the interconnect has to be looked up: with ``--fabric auto``, in a job of several
+        machines."""
         return self.fabric == "auto" and len(self.nodes) > 1 and not self.is_local
 
-    def fabric_env(self, interconnect: Found) -> dict[str, str]:
-        """Return the variables that NCCL needs for the interconnect, without those that this
-        process's environment or NCCL's files set already."""
-        return settings(interconnect, self.run.lib, os.environ)
+    def fabric_env(self, interconnect: Interconnect) -> dict[str, str]:
+        """Return the variables that NCCL needs for `interconnect`, without those that this
+        process's environment or NCCL's files set already (`fabric_variables`)."""
+        return fabric_variables(interconnect, self.run.lib, os.environ)
 
 
 def node_index(environ: Mapping[str, str], nodes: Sequence[str] = ()) -> int:
-    """Return this node's index among the attempt's `nodes`; if none are given, they are read from
-    the attempt's file.
+    """Return this node's index among the attempt's `nodes`; if none are given, and the index
+    depends on them, they are read from the attempt's file.
 
-    The index is that of HPC_DDP_NODE_INDEX, or of srun's SLURM_NODEID. Another launcher, an MPI,
+    The index is HPC_DDP_NODE_INDEX in `environ`, or srun's SLURM_NODEID. Another launcher, an MPI,
     may count in another order or pass on the first node's variables: there this host's name is
-    looked for.
+    looked for among `nodes`.
 
     Raises
     ------
@@ -157,7 +155,7 @@ def node_index(environ: Mapping[str, str], nodes: Sequence[str] = ()) -> int:
     KeyError
         srun should have started this process, and has not
     KeyError, ValueError
-        the attempt's file of nodes is damaged
+        the attempt's file of nodes is damaged, or a variable is no number
     """
     env = AttemptEnv.from_env(environ)
     if env.node_index is not None:

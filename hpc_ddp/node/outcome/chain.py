@@ -24,6 +24,7 @@ from hpc_ddp.core.run_index import link_job
 from hpc_ddp.node.outcome import first_job
 from hpc_ddp.node.outcome.excluded_nodes import excluded_nodes
 
+# By these sbatch may send the next job to another cluster than this job's.
 CLUSTERS_OF_SUBMIT = ("SLURM_CLUSTERS", "SBATCH_CLUSTERS")
 TAKEN_AWAY = ("PREEMPTED", "NODE_FAIL", "BOOT_FAIL")  # states of a job that Slurm has ended
 
@@ -31,103 +32,124 @@ TAKEN_AWAY = ("PREEMPTED", "NODE_FAIL", "BOOT_FAIL")  # states of a job that Slu
 def own_id(environ: dict[str, str]) -> str:
     """Return the id by which a command of Slurm changes this job and no other one: for a task of an
     array ``ARRAY_INDEX``. The last task's SLURM_JOB_ID is also the id of the whole array: a requeue
-    by that number restarts all tasks, those that run and those that have finished. Raises KeyError
+    by that id restarts all tasks, those that run and those that have finished. Raises KeyError
     outside of a job."""
     task = environ.get("SLURM_ARRAY_TASK_ID")
     return f"{environ['SLURM_ARRAY_JOB_ID']}_{task}" if task else environ["SLURM_JOB_ID"]
 
 
 def is_link(run: RunFolder, job: JobRef) -> bool:
-    """Return whether the run has noted a job as a link: one that the job before it has queued, and
-    not a person. Raises OSError where the run's folder can't be read."""
+    """Return whether the run has noted a job as a link: a job that the job before it has queued,
+    and not a person. Raises OSError where the run's folder can't be read."""
     return job.is_among(run.links())
 
 
 def record_late_link(run: RunFolder, job: JobRef, environ: dict[str, str]) -> None:
-    """Record this job, `job`, as the link of the earlier job that it waited for
-    (SLURM_JOB_DEPENDENCY), if the run does not know this job yet: the earlier job was then killed
-    before its sbatch answered. The record is the newest attempt's ``next.json`` if that attempt
-    belongs to the earlier job, else ``early-links.json``. The run knows each job that a person has
-    submitted.
+    """Record this job, `job`, as the link of its predecessor (`_predecessor_of`), if that queued
+    this job and was killed before its sbatch answered; else do nothing.
 
-    For a task of an array the earlier job is ``ARRAY_INDEX``, which no attempt is noted with: its
-    newest attempt counts as of that job. Raises OSError if the run's folder can't be read or
-    written.
+    The record is the newest attempt's ``next.json`` if that attempt is the predecessor's, else an
+    entry of ``early-links.json``. In a task of an array the newest attempt counts as the
+    predecessor's: attempts do not note the id ``ARRAY_INDEX``. Raises OSError if the run's folder
+    can't be read or written.
     """
-    waited_for = environ.get("SLURM_JOB_DEPENDENCY", "")
-    index = f"_{environ['SLURM_ARRAY_TASK_ID']}" if environ.get("SLURM_ARRAY_TASK_ID") else ""
-    dependency = re.fullmatch(rf"afterany:((\d+){index})(,singleton)?", waited_for)
-    jobs = run.jobs(run.events())
-    of_array = RunFolder(run.whole)
-    if dependency and index:
-        jobs += of_array.jobs(of_array.events())
-    if not dependency or job.is_among(jobs) or not JobRef(dependency[2]).is_among(jobs):
+    predecessor = _predecessor_of(run, job, environ)
+    if predecessor is None:
         return
+    is_of_array = "_" in predecessor
     attempts = run.attempts()
-    if attempts and (index or attempts[-1].info.get("job_id") == dependency[1]):
+    if attempts and (is_of_array or attempts[-1].info.get("job_id") == predecessor):
         write_json(attempts[-1].path / "next.json", {"job_id": str(job)})
     else:
-        write_json(run.early_links, {**read_json(run.early_links), dependency[1]: str(job)})
+        write_json(run.early_links, {**read_json(run.early_links), predecessor: str(job)})
 
 
-def check_wanted(
+def _predecessor_of(run: RunFolder, job: JobRef, environ: dict[str, str]) -> str | None:
+    """Return the id (of a task ``ARRAY_INDEX``) of the run's job that this job, `job`, has waited
+    for by SLURM_JOB_DEPENDENCY; None where there is none, or where the run knows `job` already, as
+    it knows each job that a person has submitted. Raises OSError if the run's folder can't be
+    read."""
+    waited_for = environ.get("SLURM_JOB_DEPENDENCY", "")
+    index = f"_{environ['SLURM_ARRAY_TASK_ID']}" if environ.get("SLURM_ARRAY_TASK_ID") else ""
+    # The only form in which `_queue_link` makes a job wait: group 1 is the id, 2 without the index.
+    dependency = re.fullmatch(rf"afterany:((\d+){index})(,singleton)?", waited_for)
+    if not dependency:
+        return None
+    jobs = run.jobs(run.events())
+    if index:
+        array = RunFolder(run.whole)
+        jobs += array.jobs(array.events())
+    is_late = JobRef(dependency[2]).is_among(jobs) and not job.is_among(jobs)
+    return dependency[1] if is_late else None
+
+
+def admit_job(
     run: RunFolder, restarts: int, is_link: bool, job: JobRef, array: JobRef | None = None
 ) -> None:
-    """Refuse a job by an HpcDdpError if its run was cancelled or given up, unless a person has
-    queued the job after that. `array` is the array's job if `job` is one of its tasks, else None.
+    """Let a job of a run start, or refuse it by an HpcDdpError: its run was cancelled or given up,
+    and no person has queued the job after that.
 
     The first start (`restarts` is 0) of a job that is no link (`is_link`) shows that a person wants
-    to go on: the marks ``cancelled`` of the run and of its array are then deleted, unless they name
-    `job` or `array`.
+    to go on: the marks ``cancelled`` of the run and of its array are then deleted. `array` is the
+    array's job if `job` is one of its tasks, else None.
 
     Raises
     ------
     HpcDdpError
-        the run was cancelled or given up, and Slurm or a link has started this job; the job was
-        cancelled as it started; or how the job before a link has ended can't be known
+        the run was cancelled, and Slurm or an earlier job has started this job; the chain before a
+        link has ended, or how it has ended can't be known; or, at a first start, a mark
+        ``cancelled`` names `job` or `array`
     OSError
         the run's folder can't be read or changed
     """
     if not restarts and not is_link:
         for folder in (run, RunFolder(run.whole)):
-            names = read_json(folder.cancelled).get("jobs", ())
-            marked = [JobRef.parse(str(name)) for name in names]
-            if job.is_among(marked) or (array and array.is_among(marked)):
-                raise HpcDdpError(f"job {job.id} was cancelled as it started")
-            if folder.cancelled.exists():  # a disk that is read-only refuses to remove nothing
-                folder.cancelled.unlink(missing_ok=True)
+            _delete_cancel_mark(folder, job, array)
     elif run.cancelled.exists() or (is_link and _chain_has_ended(run, job)):
         raise HpcDdpError(f"run {run.path} was cancelled, or given up")
 
 
+def _delete_cancel_mark(folder: RunFolder, job: JobRef, array: JobRef | None) -> None:
+    """Delete the file ``cancelled`` in the folder of a run or an array, if it exists. Raise
+    HpcDdpError, and leave the file, if it names `job` or `array`: a cancel has found the job while
+    that started. Raise OSError where the disk refuses."""
+    names = read_json(folder.cancelled).get("jobs", ())
+    jobs = [JobRef.parse(str(name)) for name in names]
+    if job.is_among(jobs) or (array and array.is_among(jobs)):
+        raise HpcDdpError(f"job {job.id} was cancelled as it started")
+    if folder.cancelled.exists():  # a read-only disk refuses to remove even a missing file
+        folder.cancelled.unlink(missing_ok=True)
+
+
 def _chain_has_ended(run: RunFolder, link: JobRef) -> bool:
-    """Return whether the chain was to end with the job before `link`, which could not cancel the
-    link. True where that job's verdict gives up or says that it was cancelled; without a verdict,
-    where Slurm says that it was cancelled.
+    """Return whether the chain has ended with the job before `link`, which could not cancel `link`.
 
     A job that has ended in its set-up lines ends the chain, unless Slurm ended it (`TAKEN_AWAY`).
-    Raises HpcDdpError as `_end_state`, OSError where the journal can't be read.
+    A job of the newest attempt ends it by a verdict that gives up or has the cause cancelled, or,
+    without a verdict, where Slurm says that the job was cancelled. False without an attempt. Raises
+    HpcDdpError as `_end_state`, OSError where the run's folder can't be read.
     """
-    early = read_json(run.early_links)
-    before = next((id for id, job in early.items() if link.is_same(JobRef.parse(str(job)))), None)
+    early = read_json(run.early_links).items()  # with jobs that are still in their set-up lines
+    before = next((id for id, job in early if link.is_same(JobRef.parse(str(job)))), None)
     if before:
         return _end_state(run, before) not in TAKEN_AWAY
     attempts = run.attempts()
     if not attempts:
         return False
-    last = last_event(run.events(), VerdictGiven)
-    if last and last.attempt == attempts[-1].number:
-        return last.cause == Cause.CANCELLED or last.action == Action.GIVE_UP
+    verdict = last_event(run.events(), VerdictGiven)
+    if verdict and verdict.attempt == attempts[-1].number:
+        return verdict.cause == Cause.CANCELLED or verdict.action == Action.GIVE_UP
     last_id = str(attempts[-1].info.get("job_id") or "")
     return bool(last_id) and _end_state(run, last_id) == "CANCELLED"
 
 
 def _end_state(run: RunFolder, job_id: str) -> str:
-    """Return Slurm's state in which the job before a link has ended.
+    """Return Slurm's state in which the job `job_id`, the one before a link, has ended. A hint of
+    the error names `run`.
 
     The controller forgets a job after MinJobAge (300 s by default), and then the accounting is
-    asked. A silent controller is waited for without end. Raises HpcDdpError where neither knows the
-    job: it may have been cancelled as well as preempted.
+    asked. A silent controller is waited for without end. Raises HpcDdpError where neither has an
+    answer: the job may have been cancelled as well as preempted.
     """
     try:
         return slurm.show_job(job_id, give_up=math.inf).state
@@ -142,12 +164,13 @@ def _end_state(run: RunFolder, job_id: str) -> str:
             ) from None
 
 
-def queue_early(run: RunFolder, environ: dict[str, str]) -> None:
+def queue_next_early(run: RunFolder, environ: dict[str, str]) -> None:
     """Queue the chain's next job before this job's set-up lines run, and note it in
     ``early-links.json``: a preemption in the set-up lines would end this job.
 
     A refusal of Slurm is printed, and nothing is noted. Raises OSError if the run's journal can't
     be read, or if ``early-links.json`` can't be written; in the latter case the job is queued.
+    Raises KeyError outside of a job.
     """
     link = _queue_link(run, environ)
     if link:
@@ -155,12 +178,13 @@ def queue_early(run: RunFolder, environ: dict[str, str]) -> None:
         write_json(run.early_links, early)
 
 
-def take_back_early(run: RunFolder, environ: dict[str, str]) -> None:
-    """Cancel the next job that `queue_early` has queued, if there is one, and remove it from
+def cancel_next_early(run: RunFolder, environ: dict[str, str]) -> None:
+    """Cancel the next job that `queue_next_early` has queued, if there is one, and remove it from
     ``early-links.json``: this job is not to start.
 
     A refused scancel is passed over: the next job finds at its start that it is not wanted. Raises
-    OSError if ``early-links.json`` can't be written; the next job is then not cancelled.
+    OSError if ``early-links.json`` can't be written; the next job is then not cancelled. Raises
+    KeyError outside of a job.
     """
     early = read_json(run.early_links)
     link = early.pop(environ["SLURM_JOB_ID"], None)
@@ -173,13 +197,15 @@ def take_back_early(run: RunFolder, environ: dict[str, str]) -> None:
 def queue_next_link(
     run: RunFolder, attempt: AttemptFolder, environ: dict[str, str], give_up: float | None = None
 ) -> JobRef | None:
-    """Queue the chain's next job, or take the one that `queue_early` has queued; write its id into
-    the attempt's ``next.json``, and return it. ``early-links.json`` is deleted in any case.
+    """Return the chain's next job: the one that `queue_next_early` has queued, else a new one that
+    this queues. Write its id into the attempt's ``next.json``; delete ``early-links.json`` in any
+    case.
 
-    Each job of a chain calls this at its start, since it may be killed at its end, and a job whose
-    requeue Slurm refuses calls it at its end. None where Slurm refuses the next job, or does not
-    answer until `give_up` (by `time.monotonic`, see `slurm.show_job`); the reason is printed.
-    Raises OSError if the run's folder can't be read or written, KeyError outside of a job.
+    Each job of a chain calls this at its start, since it may be killed at its end. A job calls it
+    at its end where Slurm has refused its requeue, or its chain has no next job. None where Slurm
+    refuses the new job, or does not answer until `give_up`, by ``time.monotonic()`` (None: for two
+    minutes); the reason is printed. Raises OSError if the run's folder can't be read or written,
+    KeyError outside of a job.
     """
     queued = read_json(run.early_links).get(environ["SLURM_JOB_ID"])
     link = JobRef.parse(queued) if queued else _queue_link(run, environ, give_up)
@@ -193,28 +219,20 @@ def _queue_link(
     run: RunFolder, environ: dict[str, str], give_up: float | None = None
 ) -> JobRef | None:
     """Submit the job's script (`job_folder`) once more, on this job's cluster and off blamed nodes;
-    return the new job, which starts after this one. The index of runs notes it as a job of the run.
+    return the new job, which starts after this one has ended. In a task of an array the new job has
+    this task alone. The new job is noted in the index of runs (`link_job`).
 
     None where Slurm refuses the job, or does not answer until `give_up` (see `slurm.sbatch`); the
     reason is printed. The script's ``--hold`` or ``--begin`` was for the first job, and is undone;
-    a refusal to release the hold is printed. Raises OSError if a journal of the run can't be read.
+    a refusal to release the hold is printed. Raises OSError if a journal of the run can't be read,
+    KeyError outside of a job.
     """
     cluster = environ.get("SLURM_CLUSTER_NAME", "")
-    shell = first_job.before_setup(environ).items()
+    shell = first_job.env_before_setup(environ).items()
     env = {name: text for name, text in shell if name not in CLUSTERS_OF_SUBMIT}
-    script = job_folder(run).script
+    script, array = job_folder(run).script, RunFolder(run.whole)
     script_options = slurm.options_of(script)
-    is_single = "singleton" in re.split("[,?]", script_options.get("dependency", ""))
-    options = [f"--dependency=afterany:{own_id(environ)}{',singleton' * is_single}"]
-    kept_off = excluded_nodes(run, own_id(environ), give_up)
-    if kept_off:
-        options.append(f"--exclude={','.join(kept_off)}")
-    task = environ.get("SLURM_ARRAY_TASK_ID")
-    array = RunFolder(run.whole)
-    if task:
-        options.append(f"--array={task}")
-    if "begin" in script_options:
-        options.append("--begin=now")
+    options = _options_of_next(run, environ, script_options, give_up)
     try:
         link = slurm.sbatch(
             script,
@@ -235,3 +253,27 @@ def _queue_link(
         except HpcDdpError as error:
             say(f"{error.message}; the next job waits for: scontrol release {link.id}")
     return link
+
+
+def _options_of_next(
+    run: RunFolder,
+    environ: dict[str, str],
+    script_options: dict[str, str],
+    give_up: float | None,
+) -> list[str]:
+    """Return the options of sbatch with which the next job differs from its script, whose own are
+    `script_options`: it waits for this job's end, is kept off blamed nodes (`excluded_nodes`, which
+    waits for Slurm until `give_up`), has this task alone, and waits for no time. A ``singleton``
+    among the script's dependencies is kept."""
+    # Slurm separates dependencies by a comma, or by a question mark where one of them is enough.
+    is_single = "singleton" in re.split("[,?]", script_options.get("dependency", ""))
+    options = [f"--dependency=afterany:{own_id(environ)}{',singleton' * is_single}"]
+    kept_off = excluded_nodes(run, own_id(environ), give_up)
+    if kept_off:
+        options.append(f"--exclude={','.join(kept_off)}")
+    task = environ.get("SLURM_ARRAY_TASK_ID")
+    if task:
+        options.append(f"--array={task}")
+    if "begin" in script_options:
+        options.append("--begin=now")
+    return options

@@ -16,8 +16,8 @@ KEPT_OFF_S = 24 * 3600.0  # as long as a node takes to be looked after, or to pr
 
 
 def keep_off(run: RunFolder, job_id: str, give_up: float | None = None) -> None:
-    """Set the nodes that Slurm keeps a waiting job off to those of `excluded_nodes`; do nothing
-    where that returns None. So nodes that were blamed more than a day ago are used again.
+    """Have Slurm keep a waiting job off the nodes of `excluded_nodes`, and off no others: nodes
+    that were blamed more than a day ago are used again. Do nothing where that returns None.
 
     The blamed nodes that the job is kept off are printed; so is a refusal of Slurm, which leaves
     the job as it is. A silent Slurm is waited for until `give_up`, a time of ``time.monotonic()``
@@ -33,14 +33,14 @@ def keep_off(run: RunFolder, job_id: str, give_up: float | None = None) -> None:
         say(error.message)
     else:
         blamed = [n for n in _bad_nodes(since_submit(run.events()), since=0.0) if n in nodes]
-        if blamed:  # the user has excluded the others
+        if blamed:  # the user has excluded the other nodes of the list
             say(f"kept off: {', '.join(blamed)}")
 
 
 def excluded_nodes(run: RunFolder, job_id: str, give_up: float | None = None) -> list[str] | None:
-    """Return the nodes to keep the job off: those that Slurm keeps it off already and that no
-    verdict has blamed, and those that verdicts have blamed within the last day. The latter are left
-    out where sbatch, in a test, says that the job could not start without them.
+    """Return the nodes to keep a job off: first those that Slurm keeps the job off already and that
+    no verdict has blamed; then, sorted, those that verdicts have blamed within the last day
+    (`KEPT_OFF_S`), unless sbatch, in a test, refuses the job without them, which is printed.
 
     None where no verdict since the last submit has blamed a node, or where Slurm refuses its list,
     or gives no answer until `give_up`, a time of ``time.monotonic()`` (None: two minutes). Refusals
@@ -60,7 +60,7 @@ def excluded_nodes(run: RunFolder, job_id: str, give_up: float | None = None) ->
     bad = _bad_nodes(events, since=time.time() - KEPT_OFF_S)
     if not bad:
         return excluded_before
-    # Perhaps too few other nodes are left; perhaps compute nodes may not call sbatch here.
+    # sbatch refuses where too few other nodes are left; a site may forbid sbatch on its nodes, too.
     nodes = [*excluded_before, *bad]
     reason = slurm.why_refused(job_folder(run).script, f"--exclude={','.join(nodes)}")
     if reason:

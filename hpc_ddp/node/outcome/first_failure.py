@@ -1,4 +1,4 @@
-"""Which of several failures was the first cause, and what it said."""
+"""The failures of an attempt's workers: what each said, and which one was the first cause."""
 
 from __future__ import annotations
 
@@ -76,7 +76,8 @@ class Failure:
         """The first of these that applies: ``left`` (`early_exits`); ``torn down`` (SIGTERM);
         ``exception`` (differing collectives, or an error of the device); ``hang``; ``signal`` (any
         other signal, unless the error is that a peer is gone); ``disk`` (exit code `CAN_GO_ON`);
-        ``communication`` (a peer is gone); ``exception`` (any other error); ``exit`` (no error)."""
+        ``communication`` (a peer is gone, by another line than a script's own ``error: …``);
+        ``exception`` (any other error); ``exit`` (no error)."""
         if self.error.startswith(EARLY_EXIT):
             return "left"
         if self.code in _TORN_DOWN:
@@ -101,22 +102,23 @@ class Failure:
 
     @property
     def is_of_machine(self) -> bool:
-        """Whether the error is one of the node's: of its disk, its accelerators or their driver.
-        That of a save is not, whose disk all nodes share."""
+        """Whether the error is the node's own: of its disk, its accelerators or their driver. An
+        error of the kind ``disk`` is not: a save failed, and all nodes share its disk."""
         return self.kind != "disk" and bool(_OF_MACHINE.search(self.error))
 
     @property
     def is_of_peers(self) -> bool:
-        """Whether the failure may follow from the loss of another node: of a collective, or of the
-        rendezvous in which torchrun waits for enough nodes."""
+        """Whether the failure may follow from the loss of another node: a hang or a broken
+        connection of a worker, or an error of the rendezvous, in which torchrun waits for enough
+        nodes."""
         is_of_rendezvous = self.rank is None and "Rendezvous" in self.error
         return is_of_rendezvous or self.kind in ("hang", "communication")
 
     @property
     def is_of_clock(self) -> bool:
-        """Whether a timeout may be the cause, as a watchdog's or torch's, whose clock goes on while
-        the job is suspended: for SIGABRT, and for each kind but ``exception``, ``signal`` and
-        ``left``."""
+        """Whether a timeout may be the cause, as that of a watchdog or of torch, whose clocks go on
+        while the job is suspended: True for SIGABRT, and for each kind but ``exception``,
+        ``signal`` and ``left``."""
         is_aborted = self.code == -signal.SIGABRT
         return is_aborted or self.kind in ("hang", "communication", "disk", "exit", "torn down")
 
@@ -126,29 +128,30 @@ class Failure:
         return 128 - self.code if self.code < 0 else self.code or 1
 
     def __str__(self) -> str:
-        """Return the failure as ``rank 3 on n2: RuntimeError: …``, or with the signal or the exit
-        code and the last line of the log."""
-        agent = "a process" if self.error == KILLED else "torchrun"
-        rank = agent if self.rank is None else f"rank {self.rank}"
-        name = _signal_name(-self.code) if self.code < 0 else f"exit code {self.code}"
+        """Return the failure as ``rank 3 on n2: RuntimeError: …``; without an error with the signal
+        or exit code, and the log's last line, as ``torchrun on n2: SIGKILL ("…")``."""
+        subject = "a process" if self.error == KILLED else "torchrun"
+        if self.rank is not None:
+            subject = f"rank {self.rank}"
+        code = _signal_name(-self.code) if self.code < 0 else f"exit code {self.code}"
         quote = f' ("{self.last_line}")' if self.last_line else ""
-        return f"{rank} on {self.node}: {self.error or name + quote}"
+        return f"{subject} on {self.node}: {self.error or code + quote}"
 
 
 def _signal_name(number: int) -> str:
-    """Return a signal's name, as ``SIGKILL``; ``signal 42`` for a real-time signal."""
+    """Return a signal's name, as ``SIGKILL``; ``signal 42`` for a number without a name."""
     try:
         return signal.Signals(number).name
-    except ValueError:  # a real-time signal
+    except ValueError:  # most of the real-time signals
         return f"signal {number}"
 
 
-def from_record(record: dict[str, Any]) -> list[Failure]:
+def read_failures(record: dict[str, Any]) -> list[Failure]:
     """Return the failures in `record`, the JSON of a node's record of its end; [] without any.
     Where the node's supervisor has killed the workers, failures by SIGKILL get the code of SIGTERM:
     they say nothing about the cause. Raises KeyError or TypeError for a record of another form."""
     failures = [Failure(node=record["node"], **failure) for failure in record.get("failures", [])]
-    if record.get("killed"):  # what we killed ourselves says nothing about the cause
+    if record.get("killed"):
         return [
             replace(f, code=_TORN_DOWN[0]) if f.code == -signal.SIGKILL else f for f in failures
         ]
@@ -157,8 +160,9 @@ def from_record(record: dict[str, Any]) -> list[Failure]:
 
 def early_exits(events: Iterable[JournalEvent], attempt: int) -> list[Failure]:
     """Return a failure with exit code 0 for each rank that has ended by itself amid the training,
-    as by ``sys.exit(0)``, by the `events` of the run's journal. Only the attempt of the number
-    `attempt` counts, from the last start of its workers on."""
+    as by ``sys.exit(0)``; [] without such a rank. The ranks have journalled this among `events`,
+    the run's. Only the attempt of the number `attempt` counts, from the last start of its workers
+    on."""
     events_here = [event for event in events if event.attempt == attempt]
     start = last_event(events_here, WorkerStarted)
     return [
@@ -180,12 +184,12 @@ def first_cause(failures: Sequence[Failure], exits: Iterable[Failure] = ()) -> F
     Python's lock exits without a word, and its peers say why: ``hang`` comes before ``exit``. The
     peers of a rank that leaves by itself hang, or lose it: ``left`` comes before ``hang``.
 
-    `exits`, of `early_exits`, are candidates besides `failures` if their rank has no failure, or
-    was only torn down. A failure without an error counts as ``left``, at the time of its rank's
-    exit, if there is one.
+    `exits` are those of `early_exits`. One of them is a candidate, too, if its rank has no failure,
+    or was only torn down. If its rank has a failure of the kind ``exit``, this failure counts as
+    ``left``, at the time of the early exit.
     """
-    first = dict.fromkeys(("exception", "signal", "disk"), 0)
-    order = {**first, "left": 1, "hang": 2, "exit": 3, "communication": 4, "torn down": 5}
+    causes = dict.fromkeys(("exception", "signal", "disk"), 0)
+    order = {**causes, "left": 1, "hang": 2, "exit": 3, "communication": 4, "torn down": 5}
     kinds = {failure.rank: failure.kind for failure in failures}
     exits_by_rank = {early.rank: early for early in exits}
 
@@ -195,21 +199,23 @@ def first_cause(failures: Sequence[Failure], exits: Iterable[Failure] = ()) -> F
         return (order["left"], early.time) if early else (order[failure.kind], failure.time)
 
     unrecorded = [e for e in exits_by_rank.values() if kinds.get(e.rank) in (None, "torn down")]
+    # Without a failure all ranks have left: that is an end, and not judged here.
     return min([*failures, *(unrecorded if failures else ())], key=place_of, default=None)
 
 
 def failures_of(code: int, run: RunFolder, folder: NodeFolder) -> list[dict[str, Any]]:
-    """Return rank, code, time, error and last line of each worker of a node's `folder` that has
-    failed; where none has, one failure of torchrun with rank None. `code` is the exit code of the
-    supervisor's child."""
-    reported = read_json(folder.failures)
-    failures: list[dict[str, Any]] = reported.get("failures", [])
-    if folder.rank is not None and not reported:  # else the worker's Python could not be started
+    """Return the failures of one supervisor's workers, with the fields of `Failure` but ``node``;
+    where no worker has failed, one failure of torchrun, with rank None. `code` is the exit code,
+    not 0, of the supervisor's child, `folder` the files of the supervisor."""
+    report = read_json(folder.failures)
+    failures: list[dict[str, Any]] = report.get("failures", [])
+    # A worker that is a task has no torchrun to report it. With a report it could not be started.
+    if folder.rank is not None and not report:
         failures = [{"rank": folder.rank, "code": code, "time": time.time()}]
     for failure in failures:
         failure |= reason_of(failure, run, folder)
     if not failures:
-        reason = reason_of_agent(code, reported.get("agent", ""), folder)
+        reason = reason_of_agent(code, report.get("agent", ""), folder)
         failures = [{"rank": None, "code": code, "time": time.time(), **reason}]
     return failures
 
@@ -217,37 +223,40 @@ def failures_of(code: int, run: RunFolder, folder: NodeFolder) -> list[dict[str,
 def reason_of(failure: dict[str, Any], run: RunFolder, folder: NodeFolder) -> dict[str, str]:
     """Return the fields ``error`` and ``last_line`` of a worker's failure, as `Failure` has them.
 
-    The error is that of `error_of`, which explains the parameters. The last line of the log, by
-    which the worker may have said why it ended, is '' if there is an error. After a signal it is
-    the line of Python code in which the worker got the signal, '' where that is not known.
+    The error is that of `error_of`, which explains the parameters. ``last_line`` is '' if there is
+    an error, else the last line of the worker's log; after a signal the line of Python code in
+    which the worker got it, '' where that is not known.
     """
     error = error_of(failure, run, folder)
     return _with_last_line(failure["code"], error, folder.rank_log(failure["rank"]))
 
 
 def reason_of_agent(code: int, error: str, folder: NodeFolder) -> dict[str, str]:
-    """Return the same fields as `reason_of` for a failure of torchrun itself. `code` is torchrun's
-    exit code, `error` the error that it has reported, or ''. Without an error the last line of its
-    log may tell the reason: a library may have ended it for want of memory, say."""
+    """Return the fields of `reason_of` for a failure of torchrun itself, whose log is the agent log
+    of `folder`. `code` is torchrun's exit code, `error` the error that torchrun has reported, or
+    ''. Without an error the last line of its log may tell the reason."""
     return _with_last_line(code, error, folder.agent_log)
 
 
 def _with_last_line(code: int, error: str, log: Path) -> dict[str, str]:
-    """Return the fields of `reason_of` for an exit code, an error ('': none) and a log."""
-    lines = [] if error else _last_lines(log) if code >= 0 else _crash_lines(log)
+    """Return the fields of `reason_of` for the exit code, the error ('': none) and the log of a
+    worker or of torchrun."""
+    lines: list[str] = []
+    if not error:
+        lines = _last_lines(log) if code >= 0 else _crash_lines(log)
     return {"error": error, "last_line": next(reversed(lines), "")}
 
 
 def error_of(failure: dict[str, Any], run: RunFolder, folder: NodeFolder) -> str:
-    """Return the error of a worker, '' without one; `failure` has the worker's ``rank``, its exit
-    ``code`` and the ``time`` of its end, in unix seconds.
+    """Return the line that names a worker's error, '' without an error. `failure` has the worker's
+    ``rank``, its exit ``code`` and the ``time`` of its end, in unix seconds; the worker's log is in
+    the node's `folder`, its journal in `run`.
 
-    For an exit code it is the first of these: the exception of the last traceback in the worker's
-    log in the node's `folder`; the error that the worker has journaled in the last `JOURNALED_S`
-    before its end; the hang that the watchdog's timer has written to the file of stacks; the line
-    of the log by which a script refuses its arguments. A worker that died of a signal has NCCL's or
-    gloo's reason to abort (SIGABRT), the hang whose report has crashed (SIGSEGV), or no error.
-    Files that can't be read count as empty.
+    After an exit code this is the first of: the exception of the last traceback in the log; the
+    error that the worker has journaled since `JOURNALED_S` before its end; the hang that the
+    watchdog's timer has written to the file of stacks; the line of the log by which a script
+    refuses its arguments. After a signal it is NCCL's or gloo's reason to abort (SIGABRT), the hang
+    whose report has crashed (SIGSEGV), or ''. Files that can't be read count as empty.
     """
     rank, code = failure["rank"], failure["code"]
     log = folder.rank_log(rank)
@@ -261,14 +270,15 @@ def error_of(failure: dict[str, Any], run: RunFolder, folder: NodeFolder) -> str
 
 
 def _silent_hang(stacks: Path, since: float) -> str:
-    """Return the error of a worker that the watchdog's timer in C has ended, '' if the timer has
-    not written to the file `stacks` `since` then, in unix seconds.
+    """Return the error of a worker that the watchdog's timer in C has ended; '' if the timer has
+    not written to the worker's file `stacks` at the time `since`, in unix seconds, or later.
 
-    The worker can't report it: Python's lock was held, or it was suspended for so long. Such a one
-    goes on at the same time, and faulthandler may crash on stacks that change.
+    Such a worker can't report the hang itself: Python's lock was held, or the worker was suspended
+    for so long. A suspended worker goes on while faulthandler writes, and faulthandler may crash on
+    stacks that change.
     """
     try:
-        text = stacks.read_bytes()[:80].decode(errors="replace")
+        text = stacks.read_bytes()[:80].decode(errors="replace")  # the timer's line comes first
         is_new = stacks.stat().st_mtime >= since
     except OSError:
         return ""
@@ -277,48 +287,49 @@ def _silent_hang(stacks: Path, since: float) -> str:
 
 
 def last_exception(log: Path) -> str:
-    """Return the line of the last traceback that names the exception, in the part of a log that
-    the worker's last start has written; '' where there is no traceback, or no such log.
+    """Return the line that names the exception of the last traceback in `_end_of` a log; '' where
+    there is no traceback, or no such log. At most 500 characters.
 
-    For a script that can't be parsed Python prints no traceback, only the line: that is returned.
-    At most 500 characters; only the last `TAIL_BYTES` of the log are read.
+    For a script that can't be parsed Python prints the line without a traceback: that is returned,
+    too.
     """
     text = _end_of(log)
     _, marker, after = text.rpartition("Traceback (most recent call last):\n")
     if not marker:
         return next(iter(_UNREADABLE.findall(text)), "")
+    # Lines of the stack are indented, and the exception's is the first that is not.
     lines = (line for line in after.splitlines() if line and not line[0].isspace())
     return next(lines, "")[:500]
 
 
 def _end_of(log: Path) -> str:
-    """Return the part that the worker's last start has written of the last `TAIL_BYTES` of a log;
-    '' where there is no such log."""
+    """Return the text that a worker's last start has written to its log, of the log's last
+    `TAIL_BYTES`; '' where there is no such log. Each restart writes the mark `AGAIN` first."""
     return read_tail(log, TAIL_BYTES).rpartition(AGAIN.decode())[2]
 
 
 def _last_lines(log: Path) -> list[str]:
-    """Return the last ten lines that a worker's last start has written to a log, without blank
-    lines and hpc-ddp's own about an early exit; each is cut to 500 characters. [] where there is no
-    such log."""
+    """Return the last ten lines of `_end_of` a log, oldest first, without blank lines and those of
+    hpc-ddp about an early exit; each is cut to 500 characters. [] where there is no such log."""
     lines = [line for line in _end_of(log).splitlines() if EARLY_EXIT not in line]
     return [line.strip()[:500] for line in lines if line.strip()][-10:]
 
 
 def _crash_lines(log: Path) -> list[str]:
-    """Return the lines of Python in which a worker got fatal signals since its last start, [] where
-    there is no such log."""
+    """Return the lines of Python in which a worker got fatal signals, in `_end_of` its log, oldest
+    first; [] where there are none."""
     return [line[:500] for line in _CRASHED.findall(_end_of(log))]
 
 
 def _error_line(log: Path) -> str:
-    """Return the last of a log's `_last_lines` by which a script refuses its arguments, or ''."""
+    """Return the last of a log's `_last_lines` that begins like an error (`ERROR_LINE`), as where a
+    script refuses its arguments; '' without such a line."""
     return next((line for line in reversed(_last_lines(log)) if ERROR_LINE.match(line)), "")
 
 
 def abort_reason(log: Path) -> str:
-    """Return the last line that NCCL's watchdog or gloo has logged before it aborted a worker; ''
-    where there is no such line, or no such log. At most 500 characters.
+    """Return the last line that NCCL's watchdog or gloo has logged before it aborted a worker, by
+    `_end_of` the worker's log; '' where there is no such line. At most 500 characters.
 
     NCCL aborts where a peer is gone, so such a worker is not the cause; gloo aborts where the peer
     sends another size (`MISMATCH`). Where a line names an error of the worker's own device, the
@@ -332,8 +343,9 @@ def abort_reason(log: Path) -> str:
 
 
 def journaled_error(journal: Path, since: float, attempt: int) -> str:
-    """Return the error that a worker journaled last in an attempt, at the time `since` (unix
-    seconds) or later; '' without one, and where the journal can't be read. At most 500 characters.
+    """Return the last error that a worker has written to the file `journal` in the attempt of this
+    number, at the time `since` (unix seconds) or later; '' without such an error, and where the
+    file can't be read. At most 500 characters. Early exits don't count.
 
     `hpc_ddp.training` prints an error of its own for people, without a traceback in the log: such
     an error is returned without its type.
@@ -341,7 +353,7 @@ def journaled_error(journal: Path, since: float, attempt: int) -> str:
     for line in reversed(read_tail(journal, TAIL_BYTES).splitlines()):
         event = parse_event(line)
         if not isinstance(event, RankFailed) or event.error == EARLY_EXIT:
-            continue  # such a rank may have printed why it ended
+            continue  # a rank that exits early may have printed the reason to its log
         if event.attempt == attempt and event.time >= since:
             kind, _, message = event.error.partition(": ")
             return (message if kind.startswith("hpc_ddp.") else event.error)[:500]

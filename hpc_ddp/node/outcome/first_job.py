@@ -1,7 +1,7 @@
-"""Values that a later job of a run takes over from its first one: a requeue of Slurm's keeps them.
+"""Values that a later job of a run takes over from its first job: a requeue of Slurm's keeps them.
 
-A later job is one that was queued where a requeue is refused, the next one of a chain, and that of
-``submit --run``. Slurm gives it variables of its own.
+A later job is one that was queued where a requeue was refused, the next job of a chain, or the job
+of ``submit --run``. Slurm gives it variables of its own.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hpc_ddp.core.job.variables import export_lines
 from hpc_ddp.core.journal.journal import first_attempt
 from hpc_ddp.core.run_folder import RunFolder
 
-# Slurm's count in the job that this is, where `variables` has set another one.
+# The variable with Slurm's own count of this job's restarts: `variables` may change Slurm's.
 RESTARTS = "HPC_DDP_SLURM_RESTARTS"
 
 
@@ -31,11 +31,12 @@ def variables(run: RunFolder, starts: int, environ: Mapping[str, str]) -> dict[s
     """Return, by name, the variables to set in this job, so that its script goes on as in the run's
     first job. `starts` is the number of attempts before this one, `environ` this job's environment.
 
-    SLURM_RESTART_COUNT counts those attempts: scripts resume by it. SLURM_SUBMIT_DIR is the folder
-    of the first submit. In a task of an array the number of tasks and the range of their indexes
-    are those of the whole array, since scripts share out their data by them, and this job may have
-    only some of the tasks. `RESTARTS` has Slurm's own count. Raises OSError where the run's
-    job.json can't be read, UsageError where it is broken.
+    SLURM_RESTART_COUNT is `starts`, or Slurm's own count where that is greater: scripts resume by
+    it. It is left out if it is 0. SLURM_SUBMIT_DIR is the folder of the first submit. In a task of
+    an array the number of tasks, and the range and step of their indexes, are those of the whole
+    array: scripts share out their data by them, and this job may have only some of the tasks.
+    `RESTARTS` has Slurm's own count. Raises OSError where the run's job.json can't be read,
+    UsageError where it is broken.
     """
     array = RunFolder(run.whole)
     spec = JobSpec.from_json(array.job_json.read_bytes())
@@ -47,7 +48,7 @@ def variables(run: RunFolder, starts: int, environ: Mapping[str, str]) -> dict[s
         values["SLURM_SUBMIT_DIR"] = spec.submit_dir
     if run.is_task and spec.array:
         indexes = sorted({*array_indexes(spec.array), run.index})
-        step = re.fullmatch(r"\d+-\d+(?::(\d+))?(%\d+)?", spec.array)
+        step = re.fullmatch(r"\d+-\d+(?::(\d+))?(%\d+)?", spec.array)  # as 0-9:2%4; no list
         values |= {
             "SLURM_ARRAY_TASK_COUNT": str(len(indexes)),
             "SLURM_ARRAY_TASK_MIN": str(indexes[0]),
@@ -63,14 +64,14 @@ def count_starts(run: RunFolder) -> int:
     return run.next_attempt() - first_attempt(run.events())
 
 
-def before_setup(environ: Mapping[str, str]) -> Mapping[str, str]:
-    """Return the environment that the batch shell had before its set-up lines, but HPC_DDP_UMASK,
-    and secrets, as in `environ`, the environment now. A new job runs the set-up lines again, and
-    their exports must not count twice.
+def env_before_setup(environ: Mapping[str, str]) -> Mapping[str, str]:
+    """Return the environment that the batch shell had before its set-up lines: a new job runs these
+    lines again, and their exports must not count twice. HPC_DDP_UMASK and secrets have the values
+    that they have in `environ`, the environment now.
 
     The batch script has written that environment, without secrets, to a file. `environ` itself is
     returned for a job without set-up lines, where the file can't be read or is another user's, and
-    where only `environ` finds sbatch."""
+    where the earlier environment finds no sbatch."""
     try:
         path = _file(environ)
         if path.lstat().st_uid != os.geteuid():
@@ -79,34 +80,33 @@ def before_setup(environ: Mapping[str, str]) -> Mapping[str, str]:
     except (OSError, KeyError):
         return environ
     values = dict(line.split("=", 1) for line in text.split("\0") if "=" in line)
-    if shutil.which("sbatch", path=values.get("PATH")) is None:  # a module has brought it
+    if shutil.which("sbatch", path=values.get("PATH")) is None:  # a module has brought sbatch
         return environ
-    is_late = re.compile(f"^HPC_DDP_UMASK$|{SECRET_NAME_OF_BASH}").search
+    is_from_now = re.compile(f"^HPC_DDP_UMASK$|{SECRET_NAME_OF_BASH}").search
     has_password = re.compile(URL_WITH_PASSWORD).search
-    late = {n: text for n, text in environ.items() if is_late(n.upper()) or has_password(text)}
-    return {**values, **late}
+    now = {n: text for n, text in environ.items() if is_from_now(n.upper()) or has_password(text)}
+    return {**values, **now}
 
 
-def forget_before_setup(environ: Mapping[str, str]) -> None:
-    """Remove the file that `before_setup` reads; nothing is raised."""
+def delete_env_before_setup(environ: Mapping[str, str]) -> None:
+    """Remove the file that `env_before_setup` reads; nothing is raised."""
     with suppress(OSError, KeyError):
         _file(environ).unlink()
 
 
 def _file(environ: Mapping[str, str]) -> Path:
-    """Return the path of the file with the environment from before the set-up lines; raise KeyError
-    without a job or a run. The file is in the folder whose script runs (`job_folder`)."""
+    """Return the path of the file with the environment from before the set-up lines: in the run's
+    folder if it exists there, else in that of its array. Raise KeyError without a job or a run."""
     run = RunFolder(Path(environ["HPC_DDP_RUN"]))
-    paths = [
-        part.logs / f".environ-{environ['SLURM_JOB_ID']}" for part in (run, RunFolder(run.whole))
-    ]
+    folders = (run, RunFolder(run.whole))  # a task's job may have its own script, or its array's
+    paths = [folder.logs / f".environ-{environ['SLURM_JOB_ID']}" for folder in folders]
     return next(filter(Path.exists, paths), paths[-1])
 
 
 def main(_: list[str]) -> int:
-    """Give the batch script, before its set-up lines, the lines that export `variables`, and return
-    0. Where the run's folder can't be used, or a variable or file is damaged, no line is given:
-    ``batch begin``, which comes later, reports the error."""
+    """Print for the batch script, before its set-up lines, the lines of bash that export
+    `variables`; return 0. Where the run's folder can't be used, or a variable or file is damaged,
+    nothing is printed: ``batch begin``, which comes later, reports the error."""
     environ = dict(os.environ)
     with suppress(HpcDdpError, OSError, KeyError, ValueError):
         run = run_of_job(environ)

@@ -28,17 +28,17 @@ ASK_EVERY_S = 30.0
 DEPUTY_INDICES = (1, 2)  # few, since all would ask the controller
 
 
-def watch(place: Place, environ: dict[str, str]) -> threading.Event:
-    """Return an event that is set once Slurm has taken the first node from the job. For this a
-    thread is started that asks Slurm every `ASK_EVERY_S`, but only on the `DEPUTY_INDICES`: on
-    other nodes, and without Slurm, the event is never set.
+def watch_head(place: Place, environ: dict[str, str]) -> threading.Event:
+    """Start a thread that asks Slurm every `ASK_EVERY_S` whether the job still has its first node;
+    return an event that the thread sets once the node is gone. Only nodes with the
+    `DEPUTY_INDICES` start it: on other nodes, and without Slurm, the event is never set.
 
     torchrun on this node notices the loss later: it waits for an answer of the rendezvous as long
     as TCP does, a quarter of an hour where the link is cut.
     """
     is_gone = threading.Event()
 
-    def look() -> None:
+    def ask_until_gone() -> None:
         """Ask Slurm every `ASK_EVERY_S` until the job has lost its first node; set the event."""
         while not is_gone.wait(ASK_EVERY_S):
             nodes = _nodes_left(environ)
@@ -46,18 +46,21 @@ def watch(place: Place, environ: dict[str, str]) -> threading.Event:
                 is_gone.set()
 
     if place.index in DEPUTY_INDICES and "SLURM_JOB_ID" in environ:
-        threading.Thread(target=look, daemon=True).start()
+        threading.Thread(target=ask_until_gone, daemon=True).start()
     return is_gone
 
 
-def decide(place: Place, environ: dict[str, str], has_notice: Callable[[], bool]) -> None:
-    """Give the verdict in place of the batch shell, if Slurm has dropped the first node, on which
-    that shell ran, and this node is the first of those that are left. The verdict requeues or ends
-    the job.
+def take_over_verdict(
+    place: Place, environ: dict[str, str], has_notice: Callable[[], bool]
+) -> None:
+    """Wait for the fate of the job's first node. If Slurm has taken that node from the job, and the
+    batch shell with it, and this node (`place`) is now the first one, give the verdict, which
+    requeues or ends the job (`_end_job`); else do nothing.
 
-    The supervisor calls this once this node's torchrun has ended. It waits until Slurm has dropped
-    the first node, the first node has recorded its end, a later attempt has begun, or `has_notice`
-    returns True; `PATIENCE_S` at most, and without Slurm not at all. Raises as `_end_job`.
+    The supervisor of a node that has left an elastic job calls this. The wait ends once Slurm has
+    taken the first node from the job, the first node has recorded its end, a later attempt has
+    begun, or `has_notice` returns True; after `PATIENCE_S` at the latest, and without Slurm at
+    once. Raises as `_end_job`, and OSError where the first node's folder can't be looked at.
     """
     first = place.attempt.node(place.nodes[0])
     give_up = time.monotonic() + PATIENCE_S
@@ -76,15 +79,15 @@ def decide(place: Place, environ: dict[str, str], has_notice: Callable[[], bool]
 
 
 def _end_job(environ: dict[str, str]) -> None:
-    """Give the verdict and carry it out; cancel the job if it still has nodes then, since without
-    a batch shell it does not end by itself. If Slurm refuses to cancel the job, it ends at its time
-    limit.
+    """Give the verdict and carry it out (`batch.give_verdict`); then cancel the job if it still has
+    nodes, since without a batch shell it does not end by itself. A refusal of the cancel is passed
+    over.
 
-    An HpcDdpError of `batch.verdict` is printed; its other errors are raised, such as OSError if
-    the run's folder can't be used.
+    An HpcDdpError of the verdict is printed; its other errors are raised, such as OSError if the
+    run's folder can't be used.
     """
     try:
-        batch.verdict(environ)
+        batch.give_verdict(environ)
     except HpcDdpError as error:
         say(error.message)
     if _nodes_left(environ):
@@ -93,8 +96,8 @@ def _end_job(environ: dict[str, str]) -> None:
 
 
 def _nodes_left(environ: dict[str, str]) -> list[str]:
-    """Return the nodes that this start of the job has by Slurm, which is asked; [] where the job
-    does not run, has been started again, or Slurm refuses or does not answer for
+    """Ask Slurm for the nodes that this start of the job still has, and return them in order; []
+    where the job does not run, has been started again, or Slurm refuses or does not answer for
     `slurm.PATIENCE_S`. Raises KeyError outside of a job."""
     job_id = environ["SLURM_JOB_ID"]
     try:

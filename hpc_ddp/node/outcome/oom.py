@@ -1,9 +1,9 @@
-"""Whether the kernel has killed a process of this node for want of memory.
+"""Kills by the kernel of this node for want of memory.
 
-A worker that it kills dies of SIGKILL without a word. The kernel counts such kills: by memory
-cgroup, which is what a job's ``--mem`` is held with, and for the whole machine. Where a site has
-Slurm end the whole step then (OOMKillStep), no supervisor lives to count: Slurm's own lines in the
-job's output tell it.
+A worker that the kernel kills dies of SIGKILL without a word. The kernel counts such kills: by
+memory cgroup, by which Slurm holds a job to its ``--mem``, and for the whole machine. Where a site
+has Slurm end the whole step then (OOMKillStep), no supervisor lives to count: Slurm's own lines in
+the job's output tell of the kill.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from hpc_ddp.core.file_io import read_tail
 
 KILLED = "out of memory: killed by the kernel"
 
-# Type of the file system: the file with the counter. What `mount` shows of version 1 names its
-# controllers among the options.
+# By the type of the file system, which is the cgroups' version: the file with the counter.
 _FILES = {"cgroup": "memory.oom_control", "cgroup2": "memory.events"}
 
 TAIL_BYTES = 64 * 1024
@@ -31,13 +30,13 @@ _OF_STEP = re.compile(
 )
 
 
-def kills(proc: Path = Path("/proc")) -> int:
+def count_kills(proc: Path = Path("/proc")) -> int:
     """Return how many processes the kernel has killed for want of memory, 0 where it does not
-    count. Only the difference of two calls tells something.
+    count. Old kills are in the number: only the difference of two calls tells something.
 
-    The kills are those in this process's memory cgroup, in which a supervisor's workers are, too;
-    without such a counter those of the whole machine, also in other jobs. `proc` is where procfs is
-    mounted.
+    The kills are those in the nearest memory cgroup of this process that has a counter, its own or
+    one above it, to which a supervisor's workers belong, too. Without any such counter they are
+    those of the whole machine, also in other jobs. `proc` is the folder of procfs.
     """
     for path in [*_counters(proc), proc / "vmstat"]:
         match = re.search(r"^oom_kill (\d+)$", _read(path), re.M)
@@ -47,34 +46,39 @@ def kills(proc: Path = Path("/proc")) -> int:
 
 
 def name_kills(failures: list[dict[str, Any]], before: int) -> None:
-    """If the kernel has killed a process since the workers started, when `kills` returned `before`,
-    set ``error`` to `KILLED` in each of `failures` whose ``code`` is that of SIGKILL."""
-    if kills() > before:
+    """Set ``error`` to `KILLED` in each of `failures` whose ``code`` is that of SIGKILL, if the
+    kernel has killed a process since the workers started; `before` is what `count_kills` returned
+    then."""
+    if count_kills() > before:
         for failure in failures:
             if failure["code"] == -signal.SIGKILL:
                 failure["error"] = KILLED
 
 
 def step_records(silent: Sequence[str], output: Path) -> list[dict[str, Any]]:
-    """Return the record of a node whose step Slurm has ended for want of memory, by what Slurm has
-    printed to the job's `output` since the last verdict; [] where it has printed nothing of that.
-    `silent` are the nodes without a record, of which the first one counts where no line names one.
+    """Return one record of a node's end, in a list, if Slurm has ended the step for want of memory,
+    by Slurm's lines in the file `output` since the last verdict; else [].
+
+    `silent` are the nodes without a record, at least one. The record is of the first of them that
+    Slurm's lines name, else of the first. It is like a supervisor's, with a failure without rank.
     """
+    # Each verdict prints such a line: the last part of the output is this attempt's.
     text = re.split(r"^hpc-ddp: attempt \d+: ", read_tail(output, TAIL_BYTES), flags=re.M)[-1]
-    named = _OF_NODE.findall(text)
-    if not (named or _OF_STEP.search(text)):
+    nodes = _OF_NODE.findall(text)
+    if not (nodes or _OF_STEP.search(text)):
         return []
-    node = next((name for name in silent if name in named), silent[0])
+    node = next((name for name in silent if name in nodes), silent[0])
     failure = {"rank": None, "code": -signal.SIGKILL, "time": time.time(), "error": KILLED}
     return [{"node": node, "code": -signal.SIGKILL, "notice": None, "failures": [failure]}]
 
 
 def _counters(proc: Path) -> list[Path]:
     """Return the files in which the kernel may count the kills in this process's memory cgroup,
-    then in the cgroups above it; the files need not exist."""
+    then in the cgroups above it; the files need not exist. Raise ValueError where a line of
+    ``/proc/self/cgroup`` has another form."""
     files = []
     for line in _read(proc / "self/cgroup").splitlines():
-        _, controllers, group = line.split(":", 2)
+        _, controllers, group = line.split(":", 2)  # as 5:memory:/job_7; of version 2 0::/job_7
         if controllers and "memory" not in controllers.split(","):
             continue
         kind = "cgroup" if controllers else "cgroup2"
@@ -86,7 +90,9 @@ def _counters(proc: Path) -> list[Path]:
 
 
 def _mounts(proc: Path, kind: str) -> list[Path]:
-    """Return where the file system `kind`, cgroup or cgroup2, is mounted; [] if it is not."""
+    """Return where the file system `kind` is mounted: cgroup2, or cgroup with the controller of
+    memory. [] where it is not mounted."""
+    # Device, place, type, options, among which version 1 has its controllers.
     rows = [line.split(" ") for line in _read(proc / "self/mounts").splitlines()]
     return [
         Path(row[1])

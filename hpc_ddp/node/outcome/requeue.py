@@ -34,9 +34,9 @@ VERDICT_S = 20.0  # of the job's time, kept free for the end of its verdict
 UNSETTLED = ("SUSPENDED", "CONFIGURING")  # of a job whose batch script runs: it says nothing yet
 
 
-def ask(job_id: str, is_quiet: bool = False, give_up: float | None = None) -> Job | None:
-    """Return Slurm's record of a job; None where Slurm refuses or does not answer. The reason is
-    printed then, unless `is_quiet`.
+def ask_about_job(job_id: str, is_quiet: bool = False, give_up: float | None = None) -> Job | None:
+    """Ask Slurm's controller about a job, and return its record; None where Slurm refuses or does
+    not answer. The reason is then printed, unless `is_quiet` is True.
 
     The wait for a silent controller ends at `give_up`, a time of ``time.monotonic()`` (inf: it
     never ends; None: it ends after two minutes).
@@ -49,58 +49,61 @@ def ask(job_id: str, is_quiet: bool = False, give_up: float | None = None) -> Jo
         return None
 
 
-def restarts_of(environ: dict[str, str]) -> int:
-    """Return how often Slurm has started this job again; 0 where SLURM_RESTART_COUNT is not set,
-    also outside of a job.
+def count_restarts(environ: dict[str, str]) -> int:
+    """Return how often Slurm has started this job again; 0 where SLURM_RESTART_COUNT is not set or
+    0, also outside of a job.
 
     Slurm sets SLURM_RESTART_COUNT only in a job that it has started again. But a person may have
     called sbatch in such a job, and the new job has inherited the variable: so Slurm is asked.
-    Without an answer the variable counts, with the value that Slurm gave it (`first_job.variables`
-    may have changed it). Raises KeyError where it is set and SLURM_JOB_ID is not.
+    Without an answer, which is printed, the variable counts, with the value that Slurm gave it:
+    where `first_job.variables` has changed it, `RESTARTS` has that value. Raises KeyError where the
+    count is not 0 and SLURM_JOB_ID is not set.
     """
     restarts = int(environ.get(RESTARTS) or environ.get("SLURM_RESTART_COUNT") or 0)
-    job = ask(environ["SLURM_JOB_ID"]) if restarts else None
+    job = ask_about_job(environ["SLURM_JOB_ID"]) if restarts else None
     return job.restarts if job else restarts
 
 
-def ask_settled(job_id: str) -> Job | None:
-    """Wait until a job is neither suspended nor being set up, however long these states last;
-    return Slurm's record of the job, or None, as `ask` does. In these states the record does not
-    tell how the job's step has ended. A suspension also reaches some nodes later than others: one
-    node may have lost its workers before another one stops."""
-    job = ask(job_id)
+def await_settled_job(job_id: str) -> Job | None:
+    """Wait until a job is neither suspended nor being set up, however long these states last, and
+    return Slurm's record of the job; None, with the reason printed, once Slurm refuses or does not
+    answer for two minutes.
+
+    In these states the record does not tell how the job's step has ended. A suspension also reaches
+    some nodes later than others: one node may have lost its workers before another node stops."""
+    job = ask_about_job(job_id)
     while job and job.state in UNSETTLED:
         time.sleep(PAUSE_S)
-        job = ask(job_id)
+        job = ask_about_job(job_id)
     return job
 
 
-def go_on(
+def carry_out_verdict(
     run: RunFolder,
     attempt: AttemptFolder,
     environ: dict[str, str],
     facts: AttemptFacts,
-    decided: Verdict,
+    verdict: Verdict,
 ) -> int:
-    """Carry out the verdict `decided`: requeue the job, end its part of a chain, or print how the
-    user goes on; keep the run off bad nodes. Return the batch script's exit code: 0 if the run
-    continues, `CAN_GO_ON` if only the user can continue it, else the verdict's own.
+    """Carry out a verdict: requeue the job, end its part of a chain, or print how the user goes on;
+    keep the run's next job off bad nodes. Return the batch script's exit code: 0 if the run
+    continues, `CAN_GO_ON` if only the user can continue it, else the verdict's own code.
 
     A silent Slurm is waited for until `_last_moment`; its refusals are printed. Raises OSError if
-    the run's folder can't be read or written.
+    the run's folder can't be read or written, KeyError outside of a job.
     """
     is_interactive = INTERACTIVE in environ  # an allocation is no batch job: nothing to requeue
     if facts.spec.continue_by == "resubmit" and not is_interactive:
-        return _end_link(run, attempt, environ, facts, decided)
-    if decided.action == Action.REQUEUE:
+        return _end_link(run, attempt, environ, facts, verdict)
+    if verdict.action == Action.REQUEUE:
         if is_interactive:
             say(f"go on with: hpc-ddp submit --backend salloc --run {run.quoted}")
             return CAN_GO_ON
         return _requeue(run, attempt, environ, facts)
-    if decided.cause == Cause.SUPERSEDED and facts.bad_nodes and run.is_newest(facts.attempt):
-        # Slurm itself has requeued it, for the node that it has lost.
+    if verdict.cause == Cause.SUPERSEDED and facts.bad_nodes and run.is_newest(facts.attempt):
+        # Slurm itself has requeued the job, since it has lost a node.
         keep_off(run, own_id(environ), _last_moment(attempt, environ))
-    return decided.exit_code
+    return verdict.exit_code
 
 
 def _requeue(
@@ -110,20 +113,21 @@ def _requeue(
     code. After a requeue the job is kept off bad nodes, has its full time limit again, and Slurm
     ends the batch shell. Where the site refuses the requeue, a new job is queued (`_resubmit`).
 
-    The code is 0 if the run goes on, also where this attempt is not the current one; `CAN_GO_ON`
-    where the job is cancelled or over by now, or where neither a requeue nor a refusal has come
-    until `_last_moment` or in `REQUEUE_TRIES` tries; the reason is printed. Raises OSError if the
-    run's folder can't be read or written.
+    The code is 0 if the run goes on, also where this attempt is not the current one. It is
+    `CAN_GO_ON` where the user has cancelled the run, where the job is over by now, where
+    `_resubmit` queues no job, or where neither a requeue nor a refusal has come until
+    `_last_moment` or in `REQUEUE_TRIES` tries; the reason is printed. Raises OSError if the run's
+    folder can't be read or written.
     """
     job_id = own_id(environ)
     give_up = _last_moment(attempt, environ)
-    # Again: the disk may have taken its time with the verdict, and a `scancel` since then would be
-    # undone. Where Slurm is slow, the answer of before has to do.
+    # Slurm is asked again: the disk may have been slow with the verdict, and a requeue would undo a
+    # `scancel` since then. Where Slurm is slow, its answer from before the verdict counts.
     soon = min(give_up, time.monotonic() + SECOND_ANSWER_S)
-    job = ask(job_id, is_quiet=True, give_up=soon) or facts.job
+    job = ask_about_job(job_id, is_quiet=True, give_up=soon) or facts.job
     is_refused = may_be_done = False
     for _ in range(REQUEUE_TRIES):
-        job = job or ask(job_id, give_up=give_up)
+        job = job or ask_about_job(job_id, give_up=give_up)  # None: the answer is too old
         if job is None and time.monotonic() > give_up - PAUSE_S:
             break
         if job is None:
@@ -135,9 +139,7 @@ def _requeue(
                 return 0
             say(f"attempt {facts.attempt} is no longer the job's current one: left alone")
             return 0
-        ends = job.preempted or job.reason == "TimeLimit"
-        is_over = job.is_cancelled or (job.state in HAS_NO_NODES and job.state != "COMPLETING")
-        if run.cancelled.exists() or (is_over and not ends):
+        if run.cancelled.exists() or _is_over(job):
             say(f"the job is {job.state} by now: not requeued")
             return CAN_GO_ON
         if job.state in UNSETTLED:
@@ -154,8 +156,8 @@ def _requeue(
             time.sleep(PAUSE_S)
         except HpcDdpError as error:
             say(error.message)
-            # It may also be that the job was requeued, or cancelled, a moment ago: a new one beside
-            # it would be a twin.
+            # Slurm also refuses where the job was requeued, or cancelled, a moment ago: a new job
+            # would then run beside the old one. So the next round asks before it queues one.
             is_refused, job = True, None
         else:
             _prepare_next_start(run, facts, job_id, job, give_up)
@@ -163,21 +165,33 @@ def _requeue(
     return _leave_to_the_user(run)
 
 
+def _is_over(job: Job) -> bool:
+    """Return whether a job must be left as it is: it was cancelled, it has ended, or it waits.
+    False after a preemption or the end of its time, when Slurm still takes a requeue, and in
+    COMPLETING, the state of a job whose batch script still runs."""
+    is_taken_away = job.preempted or job.reason == "TimeLimit"
+    has_ended = job.is_cancelled or (job.state in HAS_NO_NODES and job.state != "COMPLETING")
+    return has_ended and not is_taken_away
+
+
 def _prepare_next_start(
     run: RunFolder, facts: AttemptFacts, job_id: str, job: Job, give_up: float
 ) -> None:
-    """Keep a requeued job off bad nodes (until `give_up`, by time.monotonic(), Slurm is asked), and
-    give it its full time limit. `job` is Slurm's last answer on it."""
+    """Keep a requeued job off bad nodes (`keep_off`, which waits for Slurm until `give_up`), and,
+    unless it was preempted, give it its full time limit. `job` is Slurm's last record of the job.
+    Raises OSError if the journal can't be read."""
     keep_off(run, job_id, give_up)
-    if not job.preempted:  # such a job can't be changed before its next start
+    if not job.preempted:  # a preempted job can't be changed before its next start
         _restore_limit(facts.spec, job_id, job.limit_s)
 
 
 def _restore_limit(spec: JobSpec, job_id: str, limit_s: float | None) -> None:
-    """Set the time limit of a waiting job with ``--time-min`` to its ``--time`` again. For this
-    attempt Slurm set the limit to `limit_s` seconds (None: not known): the requeued job would keep
-    that, and the user may raise it only while the job waits. Does nothing without ``--time-min``,
-    or where `limit_s` is no shorter than ``--time``. A refusal is printed."""
+    """Set the time limit of a waiting job with ``--time-min`` to its ``--time`` again; do nothing
+    for a job without ``--time-min``, or where `limit_s` is no shorter than ``--time``.
+
+    `limit_s` is the limit in seconds that Slurm chose for this attempt (None: not known). The
+    requeued job would keep it, and a user may raise a limit only while the job waits. A refusal of
+    Slurm is printed."""
     if not spec.time_min or spec.time_s is None or (limit_s or 0) >= spec.time_s:
         return
     try:
@@ -189,17 +203,18 @@ def _restore_limit(spec: JobSpec, job_id: str, limit_s: float | None) -> None:
 
 
 def _last_moment(attempt: AttemptFolder, environ: dict[str, str]) -> float:
-    """Return the time of ``time.monotonic()`` until which Slurm is waited for: `VERDICT_S` before
-    the job's end, inf without a time limit. A silent Slurm has refused nothing, so it is waited
-    for as long as possible."""
+    """Return the time of ``time.monotonic()`` until which the verdict waits for Slurm: `VERDICT_S`
+    before the end of the job's time, inf without a time limit. A silent Slurm has refused nothing,
+    so the wait is as long as possible."""
     end = read_seconds(attempt.end_time) or AttemptEnv.from_env(environ).end_time
     return math.inf if end is None else time.monotonic() + end - time.time() - VERDICT_S
 
 
 def _resubmit(run: RunFolder, attempt: AttemptFolder, environ: dict[str, str]) -> int:
-    """Queue a new job that continues the run, where the site refuses the requeue of this job, or a
+    """Queue a new job that continues the run: the site has refused the requeue of this job, or a
     chain has no next job. Return the batch script's exit code: 0, or `CAN_GO_ON` where Slurm
-    refuses the new job or does not answer. Raises OSError as `queue_next_link`."""
+    refuses the new job or does not answer. The outcome is printed. Raises OSError as
+    `queue_next_link`."""
     link = queue_next_link(run, attempt, environ, _last_moment(attempt, environ))
     if link is None:
         return _leave_to_the_user(run)
@@ -207,19 +222,19 @@ def _resubmit(run: RunFolder, attempt: AttemptFolder, environ: dict[str, str]) -
     return 0
 
 
-def end_as_failed(environ: dict[str, str], code: int) -> int:
+def prepare_failed_end(environ: dict[str, str], code: int) -> int:
     """Return the exit code with which the batch script ends the job as failed: `code`, or another
-    code where the cluster's RequeueExit or RequeueExitHold lists `code`, which is printed. After a
-    listed code Slurm would start the job again, for ever, even one with ``--no-requeue``.
+    code where the cluster's RequeueExit or RequeueExitHold lists `code`; the change is printed.
+    After a listed code Slurm would start the job again, for ever, even one with ``--no-requeue``.
 
-    Slurm would requeue and hold an expedited job that fails, so this first forbids Slurm to requeue
-    it; a refusal is printed. In an allocation `code` is returned as it is. Raises KeyError outside
-    of a job.
+    Slurm requeues and holds an expedited job that fails: this forbids Slurm the requeue of such a
+    job, and prints a refusal. In an allocation `code` is returned as it is, and Slurm is not asked.
+    Raises KeyError outside of a job.
     """
     if INTERACTIVE in environ:
         return code
     job_id = own_id(environ)
-    job = ask(job_id)
+    job = ask_about_job(job_id)
     if job and job.expedited:
         try:
             slurm.forbid_requeue(job_id)
@@ -228,13 +243,13 @@ def end_as_failed(environ: dict[str, str], code: int) -> int:
     restarting = slurm.restarting_codes()
     if code not in restarting:
         return code
-    end_code = min({*range(1, 126)} - restarting, default=code)
+    end_code = min({*range(1, 126)} - restarting, default=code)  # from 126 on a shell's own codes
     say(f"exit code {end_code} in place of {code}, with which this cluster starts jobs again")
     return end_code
 
 
 def _leave_to_the_user(run: RunFolder) -> int:
-    """Print the command that continues a run; return `CAN_GO_ON`."""
+    """Print the command by which the user continues a run; return the exit code `CAN_GO_ON`."""
     say(f"could not be requeued; go on with: hpc-ddp submit --run {run.quoted}")
     return CAN_GO_ON
 
@@ -244,18 +259,18 @@ def _end_link(
     attempt: AttemptFolder,
     environ: dict[str, str],
     facts: AttemptFacts,
-    decided: Verdict,
+    verdict: Verdict,
 ) -> int:
     """End one job of a chain; return the batch script's exit code.
 
-    If the run continues, the next job, which waits already, is kept off bad nodes. A next job that
-    is missing, or over already, is queued anew, unless a person has cancelled it. The code is then
-    0, or `CAN_GO_ON` where there is no next job. If the run does not continue, the next job is
+    If the verdict is a requeue, the next job, which waits already, is kept off bad nodes. A next
+    job that is missing, or over already, is queued anew, unless a person has cancelled it. The code
+    is then 0, or `CAN_GO_ON` where there is no next job. After any other verdict the next job is
     cancelled, unless the attempt is superseded, and the code is the verdict's own. Refusals of
     Slurm are printed. Raises OSError if the run's folder can't be read or written.
     """
     link = attempt.link
-    if decided.action == Action.REQUEUE:
+    if verdict.action == Action.REQUEUE:
         give_up = _last_moment(attempt, environ)
         if link and (state := _end_state_of(link, give_up)):
             say(f"job {link.id}, which was to go on, has ended: {state}")
@@ -265,18 +280,19 @@ def _end_link(
         if link and facts.bad_nodes:
             keep_off(run, link.id, give_up)
         return 0 if link else _resubmit(run, attempt, environ)
-    if link and decided.cause != Cause.SUPERSEDED:
+    if link and verdict.cause != Cause.SUPERSEDED:
         try:
             slurm.cancel([link.id])
-        except HpcDdpError as error:  # it will find the verdict, and not start
+        except HpcDdpError as error:  # the next job will read this verdict, and not start
             say(error.message)
-    return decided.exit_code
+    return verdict.exit_code
 
 
 def _end_state_of(link: JobRef, give_up: float) -> str:
-    """Return Slurm's state of a chain's next job that has ended before its turn; '' where it has
-    not ended, or where Slurm gives no answer until `give_up`, a time of ``time.monotonic()``. A job
-    that neither the controller nor the accounting knows counts as CANCELLED."""
+    """Return Slurm's state of a chain's next job (`link`) that has ended before its turn; '' where
+    the job has not ended, or where Slurm gives no answer until `give_up`, a time of
+    ``time.monotonic()``. A job counts as CANCELLED where the controller does not know it, and the
+    accounting does not know it or can't be asked."""
     try:
         job = slurm.show_job(link.id, give_up)
     except slurm.NoAnswerError:

@@ -17,64 +17,66 @@ from hpc_ddp.core.journal.journal import attempts_with_progress
 def too_many_silent(
     spec: JobSpec, most_requeues: float, events: Sequence[JournalEvent], numbers: Sequence[int]
 ) -> str | None:
-    """Return why no attempt may follow the last one; None where one may, and before the first.
+    """Return the reason why no attempt may follow the last one; None where one may, and where
+    `numbers` is empty.
 
-    An attempt may not follow where the last one ended without a verdict and the run has had more
-    starts than a bound on requeues permits, or where too many attempts in a row ended without a
-    verdict and without a checkpoint. Superseded attempts count as ones without a verdict: Slurm has
-    started the job again by itself, as after each node that goes down.
+    No attempt may follow where the last one ended without a verdict and the run has had more starts
+    than a bound on requeues permits, or where too many attempts in a row ended without a verdict,
+    a checkpoint and a notice. A verdict ``superseded`` counts as none, unless its attempt has
+    saved: Slurm has started the job again by itself, as after each node that goes down.
 
     `events`, and the attempts' `numbers` (ascending), are those since the run's last submit;
-    `most_requeues` is the operators' limit, inf without one.
+    `most_requeues` is the operators' limit, inf without one. Starts after failures count for that
+    limit, but not for the job's own ``max_requeues``.
     """
     verdicts = [event for event in events if isinstance(event, VerdictGiven)]
-    decided = {v.attempt for v in verdicts if v.cause != Cause.SUPERSEDED}
-    judged = decided | {verdict.attempt for verdict in verdicts if verdict.progress}
-    saved = attempts_with_progress(events)
-    noticed = {event.attempt for event in events if isinstance(event, NoticeGiven)}
-    silent = [number for number in numbers if number not in judged]
+    with_verdict = {v.attempt for v in verdicts if v.cause != Cause.SUPERSEDED}
+    failures = sum(verdict.cause == Cause.FAILED for verdict in verdicts)
     most = math.inf if spec.max_requeues is None else spec.max_requeues
-    failed = sum(verdict.cause == Cause.FAILED for verdict in verdicts)
-    for starts, bound in ((len(numbers) - failed, most), (len(numbers), most_requeues)):
-        if numbers and numbers[-1] not in decided and starts > bound:
+    for starts, bound in ((len(numbers) - failures, most), (len(numbers), most_requeues)):
+        if numbers and numbers[-1] not in with_verdict and starts > bound:
             times = f"{starts} times (max-requeues is {bound})"
             return f"it was started {times}, and Slurm has started it again"
-    row = takewhile(lambda number: number in silent and number not in saved, reversed(numbers))
+    with_progress = {verdict.attempt for verdict in verdicts if verdict.progress}
+    with_progress |= attempts_with_progress(events)
+    row = takewhile(lambda n: n not in with_verdict | with_progress, reversed(numbers))
     # Slurm ends a preempted job that takes too long, and with it the batch shell: no crash of ours.
-    if (crashes := sum(number not in noticed for number in row)) > most_in_a_row(spec):
+    with_notice = {event.attempt for event in events if isinstance(event, NoticeGiven)}
+    if (crashes := sum(number not in with_notice for number in row)) > most_in_a_row(spec):
         return f"{crashes} attempts in a row ended without a verdict, and without a checkpoint"
     return None
 
 
 def most_in_a_row(spec: JobSpec) -> int:
-    """Return how many attempts may follow each other without anything that shows progress."""
+    """Return how many attempts in a row may end without a newer checkpoint."""
     return 3 * max(1, spec.max_failures)
 
 
 def silent_nodes(
     spec: JobSpec, nodes: Sequence[str], records: Sequence[dict[str, Any]]
 ) -> list[str]:
-    """Return the nodes, sorted, that lack the record of a task's end; ``left`` ones don't count.
-    How many tasks a node has had is in its records: the user may have edited the batch script."""
+    """Return the `nodes`, sorted, of which not all tasks have recorded their end in `records`.
+    Records with ``left`` don't count: their nodes have left an elastic job. How many tasks a node
+    has had is in its records: the user may have edited the batch script. Raise KeyError for a
+    record without ``node``."""
     counted = [record for record in records if not record.get("left")]
-    heard = Counter(record["node"] for record in counted)
+    records_of = Counter(record["node"] for record in counted)
     tasks = {record["node"]: record.get("tasks", spec.tasks_per_node) for record in counted}
-    return sorted(node for node in nodes if heard[node] < tasks.get(node, 1))
+    return sorted(node for node in nodes if records_of[node] < tasks.get(node, 1))
 
 
-def few_of(silent: Sequence[str], nodes: Sequence[str]) -> Sequence[str]:
-    """Return the silent nodes of an attempt where they are few: one of three or more, or a tenth of
-    all. Else [], since the cause may then be anywhere."""
+def keep_few(silent: Sequence[str], nodes: Sequence[str]) -> Sequence[str]:
+    """Return `silent`, the silent nodes among an attempt's `nodes`, where they are few: one of
+    three or more nodes, or at most a tenth. Else [], since the cause may then be anywhere."""
     return silent if len(nodes) > 2 and len(silent) <= max(1, len(nodes) // 10) else []
 
 
 def never_began(verdict: VerdictGiven) -> bool:
-    """Tell whether an attempt ended as `NODE_LOST` before its first step, and no node was blamed
-    for it."""
+    """Tell whether a verdict is `NODE_LOST` before the first step, and blames no node."""
     return verdict.cause == Cause.NODE_LOST and verdict.step is None and not verdict.bad_nodes
 
 
 def ended_silently(verdict: VerdictGiven) -> bool:
-    """Tell whether an attempt was `NODE_LOST` after a step, with nothing saved and no bad node."""
-    excused = verdict.progress or verdict.bad_nodes or verdict.step is None
-    return verdict.cause == Cause.NODE_LOST and not excused
+    """Tell whether a verdict is `NODE_LOST` after a step, without progress, and blames no node."""
+    is_excused = verdict.progress or verdict.bad_nodes or verdict.step is None
+    return verdict.cause == Cause.NODE_LOST and not is_excused

@@ -46,7 +46,7 @@ from hpc_ddp.core.journal.events import (
     WorkerStarted,
 )
 from hpc_ddp.core.journal.journal import attempts_with_progress, last_event, last_step
-from hpc_ddp.node.outcome.first_failure import Failure, early_exits, first_cause, from_record
+from hpc_ddp.node.outcome.first_failure import Failure, early_exits, first_cause, read_failures
 from hpc_ddp.node.outcome.silent_ends import (
     ended_silently,
     most_in_a_row,
@@ -68,78 +68,56 @@ CANCELLED_CODE = 143  # 128 + SIGTERM, as a shell would report it
 
 @dataclass(frozen=True)
 class AttemptFacts:
-    """The facts on which a verdict is based.
-
-    Attributes
-    ----------
-    cancelled
-        the user cancelled through hpc-ddp
-    superseded
-        a newer attempt of the run has started
-    job
-        what Slurm says of the job now, None without a Slurm or without an answer
-    restarts
-        the job's restart count when this attempt started
-    nodes, records
-        the attempt's node names, and the records that tasks wrote of their ends; one with ``left``
-        is of a node that was lost and went on in vain, while an elastic job did without it
-    lost_nodes
-        silent nodes that Slurm says are down or do not answer
-    mute_nodes
-        few silent nodes of many, on which no supervisor began
-    gpu_hours
-        what the run has used so far, with all tasks of its array; measured for a budget only
-    most_requeues
-        how often the cluster's operators let the run be requeued
-    events
-        the run's journal since the last submit, by attempt and time
-    """
+    """The facts on which a verdict is based."""
 
     spec: JobSpec
     attempt: int
-    cancelled: bool
-    superseded: bool
-    job: Job | None
-    restarts: int
-    nodes: Sequence[str]
+    cancelled: bool  # by the user, through hpc-ddp
+    superseded: bool  # a newer attempt of the run has started
+    job: Job | None  # Slurm's record of the job now; None without Slurm or without an answer
+    restarts: int  # the job's restart count when this attempt started
+    nodes: Sequence[str]  # names, in the order of the ranks
+    # What tasks wrote of their ends. A record with ``left`` is of a node that was lost and went on
+    # in vain, while an elastic job did without it.
     records: Sequence[dict[str, Any]]
-    events: Sequence[JournalEvent]
-    lost_nodes: Sequence[str] = ()
-    mute_nodes: Sequence[str] = ()
-    gpu_hours: float = 0.0
-    most_requeues: float = math.inf
+    events: Sequence[JournalEvent]  # the run's since its last submit, by attempt and time
+    lost_nodes: Sequence[str] = ()  # silent nodes that Slurm says are down or do not answer
+    mute_nodes: Sequence[str] = ()  # few silent nodes of many, on which no supervisor began
+    gpu_hours: float = 0.0  # of the run, or of all tasks of its array, so far; 0 without a budget
+    most_requeues: float = math.inf  # how often the cluster's operators let the run be requeued
 
     @property
     def bad_nodes(self) -> Sequence[str]:
-        """The nodes to blame for this attempt's end: the lost, those unfit by the preflight, the
-        `broken_nodes` and the `mute_nodes`."""
+        """The nodes to blame for this attempt's end: the `lost_nodes`, those that failed the
+        preflight, the `broken_nodes` and the `mute_nodes`; each once. Raises as `failure`."""
         unfit = self.unfit.bad_nodes if self.unfit else []
         return [*dict.fromkeys([*self.lost_nodes, *unfit, *self.broken_nodes, *self.mute_nodes])]
 
-    def here(self, kind: type[E]) -> E | None:
+    def find_event(self, kind: type[E]) -> E | None:
         """Return this attempt's last event of a kind, None without one."""
         return last_event([e for e in self.events if e.attempt == self.attempt], kind)
 
     @property
     def verdicts(self) -> list[VerdictGiven]:
         """The verdicts of the earlier attempts, oldest first."""
-        verdicts = [event for event in self.events if isinstance(event, VerdictGiven)]
-        return [verdict for verdict in verdicts if verdict.attempt < self.attempt]
+        earlier = (event for event in self.events if event.attempt < self.attempt)
+        return [event for event in earlier if isinstance(event, VerdictGiven)]
 
     @property
     def is_ours(self) -> bool:
-        """Whether an attempt since the last submit has done a step, or restored a checkpoint, by
-        hpc_ddp.training, so that progress is known. False before that for any script."""
+        """Whether the script uses hpc_ddp.training, so that progress is known: an attempt since the
+        last submit has done a step, or restored a checkpoint. False for any script before that."""
         return any(isinstance(event, (FirstStep, CheckpointRestored)) for event in self.events)
 
     @property
     def is_plain(self) -> bool:
-        """Whether nothing of hpc_ddp.training was heard of the script."""
-        return not (self.is_ours or self.here(WorkerStarted))
+        """Whether the journal has nothing of hpc_ddp.training: `is_ours` is False, and in this
+        attempt the script has not called `start`."""
+        return not (self.is_ours or self.find_event(WorkerStarted))
 
     @property
     def ends(self) -> Sequence[dict[str, Any]]:
-        """The records of nodes that were in the job to its end: those without ``left``."""
+        """The `records` of nodes that were in the job to its end: those without ``left``."""
         return [record for record in self.records if not record.get("left")]
 
     @property
@@ -162,18 +140,18 @@ class AttemptFacts:
 
     @property
     def failure(self) -> Failure | None:
-        """The failure, of a worker or torchrun, that the others follow from; None where no node has
-        recorded one. Raise KeyError or TypeError for a damaged record."""
+        """The failure, of a worker or torchrun, that the other failures follow from; None where no
+        node has recorded a failure. Raise KeyError or TypeError for a damaged record."""
         return first_cause(self._failures, early_exits(self.events, self.attempt))
 
     @property
     def _failures(self) -> list[Failure]:
-        return [failure for record in self.ends for failure in from_record(record)]
+        return [failure for record in self.ends for failure in read_failures(record)]
 
     @property
     def broken_nodes(self) -> list[str]:
-        """The node of the first failure, if that is of the machine, and no other of several nodes
-        has such a failure; else []."""
+        """The node of `failure`, if that is an error of the machine, and the job has several nodes,
+        of which no other has such an error; else []."""
         nodes = {failure.node for failure in self._failures if failure.is_of_machine}
         is_alone = self.failure and nodes == {self.failure.node} and len(self.nodes) > 1
         return [*nodes] if is_alone else []
@@ -181,18 +159,20 @@ class AttemptFacts:
     @property
     def unfit(self) -> PreflightEnded | None:
         """The preflight of this attempt if it let no training begin, else None."""
-        event = self.here(PreflightEnded)
+        event = self.find_event(PreflightEnded)
         return event if event and not event.ok else None
 
     @property
     def notices(self) -> list[str]:
         """Why the attempt was asked to stop, [] if it was not: the `StopReason` that the ranks have
-        agreed on, and the sources of notices to nodes, of the preflight, and of the end of time."""
-        stopped, notice = self.here(Stopped), self.here(NoticeGiven)
-        sources = [record["notice"] for record in self.ends if record.get("notice")]
+        agreed on; then the sources of the notices in `ends`, of the notice that has ended the
+        preflight, and of the journal's last notice, if that source is in `END_OF_TIME`."""
+        stopped, notice = self.find_event(Stopped), self.find_event(NoticeGiven)
+        sources: list[str] = [stopped.reason] if stopped else []
+        sources += [record["notice"] for record in self.ends if record.get("notice")]
         sources += [self.unfit.notice] if self.unfit and self.unfit.notice else []
         sources += [notice.source] if notice and notice.source in END_OF_TIME else []
-        return [*([stopped.reason] if stopped else []), *sources]
+        return sources
 
 
 @dataclass(frozen=True)
@@ -207,11 +187,8 @@ class Verdict:
 
 
 def decide(facts: AttemptFacts) -> Verdict:
-    """Return the verdict that follows from the facts.
-
-    The order of the questions matters: a decision of Slurm or of a newer attempt comes first, then
-    the user's wish, then the failures. Raise KeyError or TypeError for a damaged record.
-    """
+    """Return the verdict that follows from the facts: its cause, and for some causes a requeue that
+    no bound forbids. Raise KeyError or TypeError for a damaged record."""
     cause = _cause(facts)
     if cause in (Cause.FINISHED, Cause.SUPERSEDED):
         why = f"Slurm has lost {', '.join(facts.lost_nodes)}" if facts.lost_nodes else ""
@@ -230,14 +207,16 @@ def decide(facts: AttemptFacts) -> Verdict:
 
 
 def _cause(facts: AttemptFacts) -> Cause:
-    """Return why the attempt has ended: the first cause that applies, in the order of the lines."""
+    """Return why the attempt has ended: the first cause that applies, in the order of the lines: a
+    newer attempt, the user's wish, the end of the training, Slurm's own reasons, notices, failures,
+    silent nodes."""
     job = facts.job
     if facts.superseded or (job and job.restarts > facts.restarts):
         return Cause.SUPERSEDED
     if facts.cancelled or StopReason.CANCELLED in facts.notices:
         return Cause.CANCELLED
-    finished, complete = facts.here(Finished), facts.complete
-    # An idle torchrun has hung behind the end of its workers, of which `finished` tells.
+    finished, complete = facts.find_event(Finished), facts.complete
+    # An idle torchrun was killed after its workers' end; `finished` tells how these have ended.
     codes = [record["code"] for record in facts.ends if not (finished and record.get("idle"))]
     is_good = complete and not any(codes)
     is_through = is_good or (facts.notices and finished and not finished.at_exit)
@@ -255,24 +234,25 @@ def _cause(facts: AttemptFacts) -> Cause:
     if set(facts.notices) & {*END_OF_TIME}:
         return Cause.TIME_LIMIT
     if facts.notices:
-        # With a node silent and no stop: srun ends the rest of a step of which a task has died.
-        is_asked = complete or facts.here(Stopped) or facts.unfit
+        # A silent node without a stop of the ranks has died: srun then signals the other nodes.
+        is_asked = complete or facts.find_event(Stopped) or facts.unfit
         return Cause.NOTICE if is_asked else Cause.NODE_LOST
     if facts.unfit:
         return Cause.BAD_NODE
     if facts.failure and facts.failure.is_of_peers and facts.spec.elastic and facts.lost_nodes:
         return Cause.NODE_LOST
     if facts.failure:
-        stalled = any(record.get("stood_still") for record in facts.ends)
-        return Cause.STOOD_STILL if stalled and facts.failure.is_of_clock else Cause.FAILED
+        stood_still = any(record.get("stood_still") for record in facts.ends)
+        return Cause.STOOD_STILL if stood_still and facts.failure.is_of_clock else Cause.FAILED
     if not complete or any(codes):
         return Cause.NODE_LOST
-    is_finished = finished or not facts.here(TrainingBegun)
+    is_finished = finished or not facts.find_event(TrainingBegun)
     return Cause.FINISHED if is_finished else Cause.UNFINISHED
 
 
 def _why_not_again(facts: AttemptFacts, cause: Cause) -> str | None:
-    """Return why no attempt may follow this one, which ended with `cause`; None where one may."""
+    """Return the reason why no attempt may follow this one, which ended with `cause`; None where
+    one may. The bounds on the whole run come first, then those on attempts in a row."""
     spec = facts.spec
     if over_text := over_budget(spec, facts.gpu_hours) or over_requeues(facts, cause):
         return over_text
@@ -290,72 +270,84 @@ def _why_not_again(facts: AttemptFacts, cause: Cause) -> str | None:
     count = _count_without_progress(facts, cause)
     if count > most_in_a_row(spec):
         return f"{count} attempts in a row have ended without a newer checkpoint"
-    if cause == Cause.NODE_LOST and not (facts.progress or facts.lost_nodes):
-        # Or it was killed for want of memory, at the same place each time.
+    if cause == Cause.NODE_LOST and facts.is_ours and not (facts.progress or facts.lost_nodes):
         row = list(takewhile(ended_silently, reversed(facts.verdicts)))
-        if facts.is_ours and len(row) >= spec.max_failures:
+        if len(row) >= spec.max_failures:  # killed for want of memory, say, each time
             return f"{len(row) + 1} attempts in a row ended so, without a newer checkpoint"
-    if cause != Cause.TIME_LIMIT or (spec.max_requeues is not None and not facts.is_ours):
-        return None
+    return _why_no_more_time(facts) if cause == Cause.TIME_LIMIT else None
+
+
+def _why_no_more_time(facts: AttemptFacts) -> str | None:
+    """Return the reason why no attempt may follow one that ended at its time limit; None where one
+    may. A script without hpc_ddp.training may save by itself: with ``max_requeues`` it has no other
+    bound."""
+    spec = facts.spec
     if facts.is_ours:
         return _no_progress(facts)
-    if facts.here(WorkerStarted) and (reason := _no_progress(facts)):
+    if spec.max_requeues is not None:
+        return None
+    if facts.find_event(WorkerStarted) and (reason := _no_progress(facts)):
         return f"{reason}, and without a step (--max-requeues allows more)"
-    count = 1 + sum(v.cause == cause for v in facts.verdicts)
+    count = 1 + sum(v.cause == Cause.TIME_LIMIT for v in facts.verdicts)
     if count > most_in_a_row(spec) * spec.parts_of_time:
         return f"{NOT_SEEN}; {count} attempts have ended so (--max-requeues allows more)"
     return None
 
 
 def over_requeues(facts: AttemptFacts, cause: Cause) -> str | None:
-    """Return why the bounds permit no requeue after an end with `cause`, None where they do. The
-    operators' bound counts all requeues, `max_requeues` those after other causes than `FAILED`;
-    `max_requeues` 0 permits none at all."""
+    """Return the reason why a bound permits no requeue after an end with `cause`; None where none
+    does. The operators' bound counts all requeues, ``max_requeues`` those after other causes than
+    `FAILED`; ``max_requeues`` 0 permits none at all."""
     most, count = facts.spec.max_requeues, len(facts.verdicts)
     if most == 0:
         return "it must not be started twice (--max-requeues 0)"
     if count >= facts.most_requeues:
         return f"it was requeued {count} times, which this cluster limits (max-requeues)"
-    again = sum(verdict.cause != Cause.FAILED for verdict in facts.verdicts)
-    if cause != Cause.FAILED and most is not None and again >= most:
-        return f"it was requeued {again} times already (--max-requeues)"
+    requeues = sum(verdict.cause != Cause.FAILED for verdict in facts.verdicts)
+    if cause != Cause.FAILED and most is not None and requeues >= most:
+        return f"it was requeued {requeues} times already (--max-requeues)"
     return None
 
 
 def _count_without_progress(facts: AttemptFacts, cause: Cause) -> int:
-    """Count the attempts in a row, this one included, that brought no newer checkpoint.
+    """Return the number of attempts in a row, up to this one, that brought no newer checkpoint; 0
+    where this one, which ended with `cause`, has saved or is excused: a job may crash its nodes.
 
-    The job may crash its nodes, or a script of the site may signal each attempt. Preemptions,
-    Slurm's own requeues, and time limits of a script with its own checkpoints do not count.
+    Preemptions, Slurm's own requeues, and time limits of a script without hpc_ddp.training are
+    excused: they do not count. They also end the row of such a script, which may have saved.
     """
     excused = {Cause.PREEMPTED, Cause.SUPERSEDED, *(() if facts.is_ours else (Cause.TIME_LIMIT,))}
     if cause in excused or facts.progress:
         return 0
-    ends = () if facts.is_ours else excused  # of other scripts these may stand for progress
-    row = takewhile(lambda v: not v.progress and v.cause not in ends, reversed(facts.verdicts))
+    row_ends = () if facts.is_ours else excused
+    row = takewhile(lambda v: not v.progress and v.cause not in row_ends, reversed(facts.verdicts))
     return 1 + sum(verdict.cause not in excused for verdict in row)
 
 
 def over_budget(spec: JobSpec, gpu_hours: float) -> str | None:
-    """Return that a run has used up its GPU hours, as a text; None for one that has not."""
-    if spec.budget_gpu_hours is None or gpu_hours < spec.budget_gpu_hours:
-        return None
+    """Return the text that a run has used up the budget of its `spec` with `gpu_hours`; None where
+    it has not, or has no budget."""
     budget = spec.budget_gpu_hours
+    if budget is None or gpu_hours < budget:
+        return None
     return f"{gpu_hours:.3g} of {budget:g} GPU hours are spent (--budget-gpu-hours)"
 
 
 def _why_no_retry(facts: AttemptFacts) -> str | None:
-    """Return why no attempt may follow this one, which has failed; None where one may."""
+    """Return the reason why no attempt may follow this one, which has failed; None where one may.
+
+    None may follow an error of the script that would come again, as many failures as
+    ``max_failures`` permits, or two attempts in a row without a newer checkpoint."""
     failure = facts.failure
-    is_broken = bool(facts.broken_nodes)  # on other nodes it will not come again
+    is_broken = bool(facts.broken_nodes)  # the next attempt is kept off the broken node
     is_of_script = failure and failure.kind in ("exception", "exit", "left") and not is_broken
     if is_of_script and not last_event(facts.events, FirstStep):
         if not facts.is_plain:
             return "it came before the first step, and would come again"
-        started = facts.here(Started)  # steps of a plain script are not known
+        started = facts.find_event(Started)  # steps of a plain script are not known
         if failure and not (started and failure.time > started.time + EARLY_S):
             return f"it came in the first {EARLY_S / 60:.0f} minutes, and would come again"
-    if failure and failure.is_of_usage and facts.here(FirstStep):  # else it may be the node's
+    if failure and failure.is_of_usage and facts.find_event(FirstStep):  # else it may be the node's
         return "it is an error of the script, and would come again"
     last = facts.verdicts[-1] if facts.verdicts else None
     # A hang is no error of the step: a disk or the network may have stood still.
@@ -363,17 +355,18 @@ def _why_no_retry(facts: AttemptFacts) -> str | None:
     is_same = last and error and (last.error, last.step) == (error, facts.step)
     if is_same and not (facts.is_plain or is_broken):
         return "the same error came at the same step in the attempt before"
-    failed = sum(v.cause == Cause.FAILED for v in facts.verdicts)
-    if failed >= facts.spec.max_failures:
-        were = "retry was" if failed == 1 else "retries were"
-        return f"{failed} {were} made already (--max-failures)"
-    is_read = not (failure and failure.kind == "disk")  # else it is not even known where it stood
-    return _no_progress(facts) if is_read and facts.is_ours else None
+    retries = sum(v.cause == Cause.FAILED for v in facts.verdicts)
+    if retries >= facts.spec.max_failures:
+        were = "retry was" if retries == 1 else "retries were"
+        return f"{retries} {were} made already (--max-failures)"
+    # With the disk away no checkpoint could be read or written: that shows no lack of progress.
+    is_of_disk = failure is not None and failure.kind == "disk"
+    return _no_progress(facts) if facts.is_ours and not is_of_disk else None
 
 
 def _no_progress(facts: AttemptFacts) -> str | None:
-    """Return the reason to give up where the last attempt with a verdict had failed, or run into
-    the time limit, and had saved nothing new, and nothing was saved since; None otherwise."""
+    """Return the reason to give up where the last earlier attempt with a verdict had failed, or run
+    into its time limit, and saved nothing, and nothing was saved since; None otherwise."""
     last = facts.verdicts[-1] if facts.verdicts else None
     if last is None or last.cause not in (Cause.FAILED, Cause.TIME_LIMIT) or last.progress:
         return None
@@ -383,7 +376,7 @@ def _no_progress(facts: AttemptFacts) -> str | None:
 
 
 def _describe(facts: AttemptFacts, cause: Cause) -> str:
-    """Return the end of an attempt for people, as the verdict's `why`."""
+    """Return the end of an attempt with `cause` in words, for the verdict's `why`."""
     if cause in (Cause.FAILED, Cause.STOOD_STILL):
         return f"{facts.failure}{AFTER_STILL * (cause == Cause.STOOD_STILL)}"
     if facts.unfit and cause == Cause.BAD_NODE:

@@ -1,10 +1,10 @@
 """The part of the preflight that needs torch: its import, and the speeds between nodes.
 
 An all-reduce is as slow as its slowest link, and fails on all nodes alike if one link is dead: it
-names no node. So before it each node exchanges data with several others in turn. The best of these
-speeds counts as the node's own: a slow partner does no harm. Only the first device of a node is
-measured, and so only one of its network cards. Where NCCL can't even start, all nodes report that,
-and no node is named.
+names no node. So before it each node exchanges tensors with several others in turn. The best of
+these speeds counts as the node's own: a slow partner does no harm. Only the first device of a node
+is measured, and so only one of its network cards. Where NCCL can't even start, all nodes report
+that, and no node is named.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ ALL_REDUCE_ELEMENTS = 1 << 20  # elements of the all-reduce, 4 MiB
 
 
 def import_torch() -> Any:
-    """Import torch and return the module; report its version and accelerators, and the stage
-    ``torch`` as completed. If torch can't be imported, report only a fault, and return None."""
+    """Import torch and return the module; print (`report`) its version and accelerators, and that
+    the stage ``torch`` is completed. If torch can't be imported, report only a fault, and return
+    None."""
     began = time.time()
     try:
         import torch
@@ -50,7 +51,7 @@ def _first_line(error: Exception) -> str:
 
 def accelerators(torch: Any) -> tuple[str | None, int]:
     """Return torch's name for the type of this node's accelerators, as ``cuda``, and their number;
-    None and 0 without any. `torch` is the module.
+    None and 0 without accelerators. `torch` is the module.
 
     Accelerators whose tensors no backend of this torch can send do not count: Apple's, and NVIDIA's
     where torch is built without NCCL.
@@ -64,8 +65,8 @@ def accelerators(torch: Any) -> tuple[str | None, int]:
 
 
 def partner(rank: int, world: int, turn: int) -> int | None:
-    """Return which rank, of `world` ranks, the rank `rank` meets in a turn; None if it pauses. In
-    any `world` consecutive turns each rank meets each other rank once."""
+    """Return the rank, of `world` ranks, that the rank `rank` meets in a turn; None if `rank`
+    pauses. In any `world` consecutive turns each rank meets each other rank once."""
     peer = (turn - rank) % world
     return None if peer == rank else peer
 
@@ -77,7 +78,7 @@ class Group(NamedTuple):
     host: str  # of rank 0, where the store is
     port: int
     device: str  # type of the tensors' device, as ``cuda`` or ``cpu``
-    first: int  # turn of the exchanges
+    first: int  # number of the exchanges' first turn
     timeout_s: float  # of each operation
 
 
@@ -88,25 +89,26 @@ class Meter:
     """
 
     def __init__(self, torch: Any, device: str) -> None:
-        """Keep the module torch, and `device`, the type of the tensors' device, as ``cuda``."""
+        """Keep the module torch, and `device`, the type of the tensors' device, as ``cuda``. The
+        process group must exist before the first measurement."""
         self._torch, self._dist, self._device = torch, torch.distributed, device
 
     def _tensor(self, count: int, number: float) -> Any:
-        """Return a float32 tensor of shape (count,), filled with a number."""
+        """Return a float32 tensor of shape (count,) on the device, filled with a number."""
         return self._torch.full((count,), number, dtype=self._torch.float32, device=self._device)
 
     def exchange(self, peer: int) -> float:
-        """Send tensors to the rank `peer` while equally large ones are received from it; return the
-        best speed in MB/s. The peer has to call this too.
+        """Send tensors to the rank `peer`, and receive equally large tensors from it at the same
+        time; return the best speed in MB/s. The peer has to call this too.
 
-        The speed of small tensors is the lower one of both ends' measurements, since an end counts
+        The speed of small tensors is the lower of both ends' measurements, since an end counts
         bytes as sent that only lie in its buffer. Large tensors follow only if that speed is over
         `FAST_MB_S`: a slow link must not keep the other members waiting.
         """
         speed = self._best_speed(peer, SMALL_ELEMENTS)
-        speed_there = self._tensor(1, 0.0)
-        self._swap(self._tensor(1, speed), speed_there, peer)
-        speed = min(speed, float(speed_there.item()))
+        speed_of_peer = self._tensor(1, 0.0)
+        self._swap(self._tensor(1, speed), speed_of_peer, peer)
+        speed = min(speed, float(speed_of_peer.item()))
         if speed > FAST_MB_S:
             speed = max(speed, self._best_speed(peer, LARGE_ELEMENTS))
         return speed
@@ -120,9 +122,9 @@ class Meter:
         )
 
     def _swap(self, outgoing: Any, incoming: Any, peer: int) -> float:
-        """Send `outgoing` to the rank `peer` while `incoming` is filled with what the peer sends;
-        return how many seconds both took, with the device's work. Both are float32 tensors of one
-        size on the device. The peer has to call this too."""
+        """Send the tensor `outgoing` to the rank `peer`, and at the same time fill the tensor
+        `incoming`, of the same size, with what the peer sends; return how many seconds that took,
+        with the device's work. The peer has to call this too."""
         dist, begin = self._dist, time.perf_counter()
         pair = [dist.P2POp(dist.isend, outgoing, peer), dist.P2POp(dist.irecv, incoming, peer)]
         for work in dist.batch_isend_irecv(pair):
@@ -136,10 +138,11 @@ class Meter:
         MB/s, and whether the sum is right. Every member must call this."""
         dist = self._dist
         world = dist.get_world_size()
-        values = self._tensor(count, dist.get_rank() + 1.0)
+        tensor = self._tensor(count, dist.get_rank() + 1.0)
         begin = time.perf_counter()
-        dist.all_reduce(values)
-        is_right = bool((values == world * (world + 1) / 2).all().item())  # waits for a GPU, too
+        dist.all_reduce(tensor)
+        right_sum = world * (world + 1) / 2  # of the numbers 1 to `world`
+        is_right = bool((tensor == right_sum).all().item())  # .item() waits for a GPU's work
         return _speed(count, time.perf_counter() - begin), is_right
 
 
@@ -148,13 +151,13 @@ def _speed(count: int, duration_s: float) -> float:
     return 4 * count / duration_s / 1e6
 
 
-def join(torch: Any, server: socket.socket, group: Group, rank: int) -> Meter:
+def join_group(torch: Any, server: socket.socket, group: Group, rank: int) -> Meter:
     """Join the process group as `rank`, and return the group's meter. Every member must call this.
     Links are made when they are first used, apart from backends that need all members for that.
 
     Rank 0 serves the store by its socket `server`, which the store then owns. The first device
-    becomes torch's current one. Variables of NCCL and gloo are set in the process's environment.
-    The group stays until the process ends. Raises RuntimeError if the other members do not come
+    becomes torch's current device. Variables of NCCL and gloo are set in the process's environment.
+    The group stays until the process ends. Raise RuntimeError if the other members do not come
     within the group's time limit, or a link breaks.
     """
     world, device = len(group.members), group.device
@@ -162,29 +165,29 @@ def join(torch: Any, server: socket.socket, group: Group, rank: int) -> Meter:
     listener = {"master_listen_fd": server.detach()} if rank == 0 else {}
     store = dist.TCPStore(group.host, group.port, world, rank == 0, timeout=timeout, **listener)
     if device != "cpu":
-        torch.accelerator.set_device_index(0)  # the first one that this process may see
+        torch.accelerator.set_device_index(0)  # the first device that this process may see
     backend = dist.get_default_backend_for_device(device)
-    # Unbound, NCCL of torch 2.15 takes the device that has the rank's number. And it would end the
-    # process at a timeout, where an exception can name the peer.
-    bound = {"device_id": torch.device(device, 0)} if device == "cuda" else {}
+    # Without this NCCL of torch 2.15 takes the device that has the rank's number.
+    binding = {"device_id": torch.device(device, 0)} if device == "cuda" else {}
+    # Without this NCCL ends the process at a timeout, where an exception can name the peer.
     os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
-    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # else each connects to each other
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # else each member connects to each other
     dist.init_process_group(
-        backend, store=store, rank=rank, world_size=world, timeout=timeout, **bound
+        backend, store=store, rank=rank, world_size=world, timeout=timeout, **binding
     )
     meter = Meter(torch, device)
-    if device != "cpu" and not bound:  # its first call has to be one of all members
+    if device != "cpu" and not binding:  # the backend's first call has to be one of all members
         meter.all_reduce(1)
     return meter
 
 
-def measure(meter: Meter, members: Sequence[str], rank: int, first: int) -> None:
-    """Report the best speed of exchanges with other members, and the speed of an all-reduce. The
-    exchanges are at most `TURNS`, from the turn `first` on. Every member must call this; `members`
-    are the nodes' names by rank, two at least.
+def measure_links(meter: Meter, members: Sequence[str], rank: int, first: int) -> None:
+    """Exchange tensors with other members in at most `TURNS` turns, from the turn `first` on, then
+    make an all-reduce; print (`report`) the best speed of the exchanges and that of the all-reduce.
+    Every member must call this; `members` are the nodes' names by rank, two at least.
 
     The first exchange that fails is reported as trouble with its partner; then nothing more is
-    measured, and no speed reported. A wrong sum of the all-reduce is reported as a fault. Raises
+    measured, and no speed reported. A wrong sum of the all-reduce is reported as a fault. Raise
     RuntimeError if the all-reduce fails.
     """
     speeds = []
@@ -198,7 +201,7 @@ def measure(meter: Meter, members: Sequence[str], rank: int, first: int) -> None
             why = f"no exchange with {members[peer]}: {_first_line(error)}"
             report(trouble=members[peer], check="bandwidth", why=why, turn=turn)
             return
-    meter.all_reduce(1)  # makes the links that it needs
+    meter.all_reduce(1)  # a first all-reduce makes the links, and would be slow
     speed, is_right = meter.all_reduce(ALL_REDUCE_ELEMENTS)
     values = {"exchange_mb_s": round(max(speeds), 1), "all_reduce_mb_s": round(speed, 1)}
     report(values=values)
@@ -206,17 +209,18 @@ def measure(meter: Meter, members: Sequence[str], rank: int, first: int) -> None
         report(fault="bandwidth", why="the sum of an all-reduce is wrong here")
 
 
-def run(torch: Any, node: str, server: socket.socket, group: Group) -> None:
-    """Join the process group, measure the speeds between its members, and report them. Every member
-    must call this. `node` is this node, one of the members; `server` is the socket for `join`.
+def measure_group(torch: Any, node: str, server: socket.socket, group: Group) -> None:
+    """Join the process group, measure the speeds between its members, and print them (`report`).
+    Every member must call this. `node` is this node, one of the members; `server` is the socket for
+    `join_group`.
 
-    A RuntimeError of torch is reported as ``exchange_error``. After it, too, the stage ``exchange``
-    is reported as completed.
+    A RuntimeError of torch is reported as ``exchange_error``. In any case the stage ``exchange`` is
+    then reported as completed.
     """
     rank = group.members.index(node)
     try:
-        meter = join(torch, server, group, rank)
-        measure(meter, group.members, rank, group.first)
+        meter = join_group(torch, server, group, rank)
+        measure_links(meter, group.members, rank, group.first)
     except RuntimeError as error:  # torch raises nothing else
         report(values={"exchange_error": _first_line(error)})
     report(stage="exchange")

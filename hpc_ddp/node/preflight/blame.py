@@ -1,4 +1,4 @@
-"""Which nodes are unfit, and why, by the reports of all nodes."""
+"""Finds the unfit nodes, and the reasons, by the reports of all nodes."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ from hpc_ddp.core.console.units import speed
 from hpc_ddp.node.preflight.links import LINK_S
 
 SLOW_FACTOR = 5  # times slower than usual is a fault, while processors are free
-AGREEING_PARTNERS = 2  # have to be late with a node, lest chance or one of them is the reason
+AGREEING_PARTNERS = 2  # that must be late with a node: one may be late itself, or by chance
 MOST_SHOWN = 32  # nodes and findings in the event, whatever the number of nodes
 
-# Sets of checks: their faults may be caused by Slurm's controller or another node; any other node
-# would have them as well; they need a second opinion, by other partners.
-UNCLEAR = {"silent", "step", "exchange"}
-OF_ANY_NODE = {"torch", "ended", "scratch", "step"}
-DOUBTFUL = {"link", "scratch", "bandwidth", "exchange"}
+# Sets of checks, by what their faults mean.
+UNCLEAR = {"silent", "step", "exchange"}  # Slurm's controller or another node may be the cause
+OF_ANY_NODE = {"torch", "ended", "scratch", "step"}  # any other node would have them as well
+DOUBTFUL = {"link", "scratch", "bandwidth", "exchange"}  # a second test, by other partners, follows
 
 
 @dataclass(frozen=True)
@@ -66,8 +65,8 @@ class NodeReport:
     has_ended: bool = False
 
     def add(self, message: dict[str, Any]) -> None:
-        """Add one message of the node to the report. Raises KeyError for a message that lacks a
-        field; the fields that this handles before are added then."""
+        """Add one message of the node (see `messages`) to the report. Raise KeyError for a message
+        that lacks a field, once the fields above it in this function are added."""
         if "stage" in message:
             self.stages.add(message["stage"])
         self.contact |= message.get("contact", {})
@@ -85,38 +84,58 @@ class NodeReport:
 Reports = dict[str, NodeReport]
 
 
-def cover(pairs: Iterable[tuple[str, str]]) -> set[str]:
-    """Return a few nodes that explain all failed checks, given as pairs of observer and partner:
-    one end of each pair at least is among them. Empty without pairs.
+def find_culprits(pairs: Iterable[tuple[str, str]]) -> set[str]:
+    """Return a few nodes that explain all failed checks, given as pairs of observer and partner: at
+    least one end of each pair is among them. The set is empty without pairs.
 
     Nodes with the most failed checks are chosen first, then those with the most of the checks that
-    are still unexplained. Where several have equally many, all of them that have observed a failure
-    are chosen, since nothing tells them apart; or all of them, where none has.
+    are still unexplained. Where several nodes have equally many, all of these that have observed a
+    failure are chosen, since nothing tells them apart; if none of these has, all are chosen.
     """
-    open_pairs, covering = set(pairs), set[str]()
-    while open_pairs:
-        counts = Counter(node for pair in {frozenset(pair) for pair in open_pairs} for node in pair)
+    unexplained, culprits = set(pairs), set[str]()
+    while unexplained:
+        # Two nodes that accuse each other count as one failed check.
+        counts = Counter(node for pair in set(map(frozenset, unexplained)) for node in pair)
         most = max(counts.values())
         candidates = {node for node, count in counts.items() if count == most}
-        covering |= candidates & {observer for observer, _ in open_pairs} or candidates
-        open_pairs = {pair for pair in open_pairs if not covering & set(pair)}
-    return covering
+        culprits |= candidates & {observer for observer, _ in unexplained} or candidates
+        unexplained = {pair for pair in unexplained if not culprits & set(pair)}
+    return culprits
 
 
 def blame_pairs(reports: Reports, check: str, more: Iterable[tuple[str, str]] = ()) -> None:
-    """Add a fault to the nodes that explain the failed checks of one kind (see `cover`): link,
-    scratch or bandwidth.
-
-    `more` are further pairs of observer and node, where the observer is no node. Three kinds of
-    pairs do not count: those with a node that has a fault already; those of later turns than the
-    first turn with a failure, from which they follow; and late links of which one end is slow to
-    reach itself.
+    """Add a fault to the nodes that explain the failed checks of one kind (see `find_culprits`):
+    `check` is link, scratch or bandwidth. Checks with a node that has a fault already do not count,
+    nor do those that `_failed_checks` leaves out. `more` are further pairs of observer and node,
+    where the observer is no node.
 
     Where all failed checks of a node were late, and there are more than two nodes, the node gets
     the fault only if `AGREEING_PARTNERS` of its partners that get no fault are in these checks;
     else a note.
     """
     unfit = {node for node, report in reports.items() if report.faults}
+    rows = _failed_checks(reports, check, unfit)
+    pairs = [(node, trouble.peer) for node, trouble in rows]
+    pairs += [pair for pair in more if not unfit & set(pair)]
+    culprits = find_culprits(pairs)
+    for node in culprits & set(reports):
+        reasons = [trouble.why for observer, trouble in rows if observer == node]
+        reasons += [
+            f"{observer}: {trouble.why}" for observer, trouble in rows if trouble.peer == node
+        ]
+        reasons.append("the files that it writes do not appear on the first node")  # of `more`
+        partners = {end for pair in pairs if node in pair for end in pair} - culprits
+        is_late = all(trouble.late for end, trouble in rows if node in (end, trouble.peer))
+        if is_late and len(partners) < AGREEING_PARTNERS < len(reports):
+            reports[node].notes.append(f"not confirmed: {reasons[0]}")
+        else:
+            reports[node].faults.append((check, reasons[0]))
+
+
+def _failed_checks(reports: Reports, check: str, unfit: set[str]) -> list[tuple[str, Trouble]]:
+    """Return the failed checks of the kind `check`, each as the node that reports it and its
+    trouble; without those of a node in `unfit`, without late links of which one end is slow to
+    reach itself, and without those after the first turn with a failure, from which they follow."""
     busy = {
         node for node, r in reports.items() if r.values.get("delay_s", 0.0) > LINK_S / SLOW_FACTOR
     }
@@ -128,41 +147,28 @@ def blame_pairs(reports: Reports, check: str, more: Iterable[tuple[str, str]] = 
         and not unfit & {node, trouble.peer}
         and not (check == "link" and trouble.late and busy & {node, trouble.peer})
     ]
-    first = min((trouble.turn for _, trouble in rows), default=0)
-    rows = [(node, trouble) for node, trouble in rows if trouble.turn == first]
-    pairs = [(node, trouble.peer) for node, trouble in rows]
-    pairs += [pair for pair in more if not unfit & set(pair)]
-    covering = cover(pairs)
-    for node in covering & set(reports):
-        reasons = [trouble.why for observer, trouble in rows if observer == node]
-        reasons += [
-            f"{observer}: {trouble.why}" for observer, trouble in rows if trouble.peer == node
-        ]
-        reasons.append("the files that it writes do not appear on the first node")
-        partners = {end for pair in pairs if node in pair for end in pair} - covering
-        is_late = all(trouble.late for end, trouble in rows if node in (end, trouble.peer))
-        if is_late and len(partners) < AGREEING_PARTNERS < len(reports):
-            reports[node].notes.append(f"not confirmed: {reasons[0]}")
-        else:
-            reports[node].faults.append((check, reasons[0]))
+    first_turn = min((trouble.turn for _, trouble in rows), default=0)
+    return [(node, trouble) for node, trouble in rows if trouble.turn == first_turn]
 
 
 def blame_fabric(reports: Reports) -> None:
-    """Add a fault to each node whose interconnect is not the most frequent one, or that has none
-    while others have one. Nodes that have not reported on the interconnect are left out."""
+    """Add a fault to each node whose interconnect is not the most frequent one, also to a node that
+    has none while others have one. Nodes that have not reported on the interconnect get no fault;
+    nor does any node where no node has an interconnect."""
     names = [report.values["fabric"] for report in reports.values() if "fabric" in report.values]
-    most = Counter(name for name in names if name).most_common(1)
+    most = Counter(filter(None, names)).most_common(1)
+    usual = most[0][0] if most else None
     for report in reports.values():
-        name = report.values.get("fabric", "")
-        if most and "fabric" in report.values and name != most[0][0]:
-            why = f"{name or 'no fast network that we know'} here, while others have {most[0][0]}"
+        name = report.values.get("fabric", usual)
+        if usual and name != usual:
+            why = f"{name or 'no fast network that we know'} here, while others have {usual}"
             report.faults.append(("fabric", why))
 
 
 def blame_torch(reports: Reports) -> None:
-    """Add a fault to nodes whose version of torch is not the most frequent one, and to nodes where
-    torch does not see the GPUs; a node may get both. Nodes that have not reported on torch get no
-    fault."""
+    """Add a fault to each node whose version of torch is not the most frequent one, and a fault to
+    each node where torch does not see the GPUs; a node may get both. Nodes that have not reported
+    on torch get none."""
     versions = [report.values["torch"] for report in reports.values() if "torch" in report.values]
     usual = Counter(versions).most_common(1)[0][0] if versions else None  # ties: the first
     for report in reports.values():
@@ -175,8 +181,9 @@ def blame_torch(reports: Reports) -> None:
 
 
 def blame_exchange(reports: Reports) -> None:
-    """Add a fault to the nodes that explain failed exchanges. If no node has a fault of any kind
-    after that, add one to each node that has reported an ``exchange_error``."""
+    """Add a fault to the nodes that explain failed exchanges (`blame_pairs`). If no node has a
+    fault of any kind after that, add a fault to each node that has reported an
+    ``exchange_error``."""
     blame_pairs(reports, "bandwidth")
     if not any(report.faults for report in reports.values()):
         for report in reports.values():
@@ -185,42 +192,43 @@ def blame_exchange(reports: Reports) -> None:
 
 
 def blame_slow(reports: Reports) -> None:
-    """Add a fault to nodes whose best speed is lower than the median of all nodes, divided by
-    `SLOW_FACTOR` and by `strain`. Nodes without a measured speed are left out."""
+    """Add a fault to each node whose best speed is lower than the median of all nodes, divided by
+    `SLOW_FACTOR` and by `strain`. Nodes without a measured speed get none, and don't count."""
     slack = SLOW_FACTOR * strain(reports)
-    best = {
+    best_speeds = {
         node: report.values["exchange_mb_s"]
         for node, report in reports.items()
         if "exchange_mb_s" in report.values
     }
-    usual = median(best.values()) if best else 0.0
-    for node in best:
-        if best[node] < usual / slack:
-            why = f"{speed(best[node])} at best with others, while others come to {speed(usual)}"
+    usual = median(best_speeds.values()) if best_speeds else 0.0
+    for node, best in best_speeds.items():
+        if best < usual / slack:
+            why = f"{speed(best)} at best with others, while others come to {speed(usual)}"
             reports[node].faults.append(("bandwidth", why))
 
 
 def strain(reports: Reports) -> float:
-    """Return the highest load per processor of all nodes, but 1 at least and `SLOW_FACTOR` at most:
-    by this factor a healthy node may be slower."""
+    """Return the factor by which a healthy node may be slower since processors are busy: the
+    highest load per processor of all nodes, but at least 1 and at most `SLOW_FACTOR`."""
     loads = [float(report.values.get("load", 0.0)) for report in reports.values()]
     return min(float(SLOW_FACTOR), max([1.0, *loads]))
 
 
-def confirm(first: Reports, second: Reports) -> None:
-    """Remove from the second reports the `DOUBTFUL` faults of checks that the same node has not
-    failed in the first ones. Add a note to the second report about each doubtful check that the
-    node has failed only once."""
+def drop_unconfirmed(first: Reports, second: Reports) -> None:
+    """Remove from the reports of the `second` test the faults of `DOUBTFUL` checks that the same
+    node has not failed in the `first` test, too. Add a note to the second report about each
+    doubtful check that the node has failed in one of both tests alone."""
     for node, report in second.items():
-        before, after = dict(first[node].faults), dict(report.faults)
-        chance = DOUBTFUL & (before.keys() ^ after.keys())
-        report.faults = [fault for fault in report.faults if fault[0] not in chance]
-        report.notes += [f"not confirmed: {(before | after)[check]}" for check in sorted(chance)]
+        old_faults, new_faults = dict(first[node].faults), dict(report.faults)
+        chances = DOUBTFUL & (old_faults.keys() ^ new_faults.keys())  # ^: in one of both
+        report.faults = [fault for fault in report.faults if fault[0] not in chances]
+        reasons = old_faults | new_faults
+        report.notes += [f"not confirmed: {reasons[check]}" for check in sorted(chances)]
 
 
 def outcome(reports: Reports) -> dict[str, Any]:
     """Return the fields of the event ``preflight`` that follow from the reports: ok, bad_nodes,
-    hopeless, why, report, summary.
+    hopeless, why, report, summary. ``seconds`` is left to the caller.
 
     ``bad_nodes`` are the nodes with faults, but none where all nodes have one fault in common: no
     node is to blame for that. ``hopeless`` is True where other nodes would have this fault as well.
@@ -260,7 +268,7 @@ def outcome(reports: Reports) -> dict[str, Any]:
 
 def _quantiles(rows: Iterable[dict[str, Any]]) -> dict[str, list[float]]:
     """Return by key the lowest, the median and the highest of the numbers that `rows` have under
-    the key; other values are left out."""
+    the key; values that are no numbers are left out."""
     numbers: dict[str, list[float]] = {}
     for key, number in (pair for row in rows for pair in row.items()):
         if isinstance(number, int | float):
@@ -270,16 +278,16 @@ def _quantiles(rows: Iterable[dict[str, Any]]) -> dict[str, list[float]]:
 
 def _shared_checks(reports: Reports) -> set[str]:
     """Return the checks that all nodes have failed; nodes with only `UNCLEAR` faults do not count
-    where two others are left. Left out are checks that a single node, or the link between two
-    nodes, may have failed by its own fault."""
+    where at least two other nodes are left. Left out are checks that a single node, or the link
+    between two nodes, may have failed by its own fault."""
     checks = [{check for check, _ in report.faults} for report in reports.values()]
-    # A silent node may have the same fault as the others; one node alone speaks for itself.
-    speaking = [faults for faults in checks if not faults or faults - UNCLEAR]
-    is_alone = len(speaking) < 2 <= len(reports)
-    shared = set.intersection(*(checks if is_alone or not speaking else speaking))
-    if len(reports) == 1:  # it can't be compared with another one
+    # A silent node may have the same fault as the others; but one node alone is no majority.
+    clear_checks = [failed for failed in checks if not failed or failed - UNCLEAR]
+    is_alone = len(clear_checks) < 2 <= len(reports)
+    shared = set.intersection(*(checks if is_alone or not clear_checks else clear_checks))
+    if len(reports) == 1:  # there is no other node to compare it with
         return shared & OF_ANY_NODE
-    if len(reports) == 2:  # the link between two nodes is not in common with others
+    if len(reports) == 2:  # both fail a check of the one link between them
         return shared - {"link", "bandwidth"}
     return shared
 

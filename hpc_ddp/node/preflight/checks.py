@@ -58,16 +58,16 @@ class Order(NamedTuple):
 
 
 class UnfitError(Exception):
-    """A node is unfit; the text is the reason, to stand behind '<node>: '."""
+    """A node is unfit; the text is the reason, printed behind '<node>: '."""
 
 
-def interface(place: Place) -> dict[str, Any]:
+def check_interface(place: Place) -> dict[str, Any]:
     """Return ``interface``, the name of the network interface that the workers will use, and
-    ``address``, its IPv4 address (None if it has only IPv6). {} for a lone node for which none is
-    chosen.
+    ``address``, its IPv4 address (None if it has only IPv6). {} for a lone node without a chosen
+    interface.
 
-    Raises UnfitError if no interface leads to the other nodes, or if the chosen one does not exist
-    or has no address.
+    Raise UnfitError if no interface leads to the other nodes, or if the chosen interface does not
+    exist or has no address.
     """
     name = os.environ.get("GLOO_SOCKET_IFNAME") or place.chosen_interface
     if name is None:
@@ -83,23 +83,23 @@ def interface(place: Place) -> dict[str, Any]:
     return {"interface": name, "address": address}
 
 
-def interconnect(place: Place) -> dict[str, Any]:
+def check_interconnect(place: Place) -> dict[str, Any]:
     """Return ``fabric``, the name of this node's interconnect, None without one; ``cards``, the
     number of its devices; and a ``note`` if NCCL can't use the interconnect. {} where the nodes are
     processes of one machine, and for a lone node."""
     if place.is_local or len(place.nodes) == 1:
         return {}
-    interconnect = fabric_lookup.look()
-    note = {"note": f"fabric: {interconnect.trouble}"} if interconnect.trouble else {}
-    return {"fabric": interconnect.name or None, "cards": len(interconnect.cards), **note}
+    fabric = fabric_lookup.find_fabric()
+    note = {"note": f"fabric: {fabric.trouble}"} if fabric.trouble else {}
+    return {"fabric": fabric.name or None, "cards": len(fabric.cards), **note}
 
 
-def gpus(
+def check_gpus(
     wanted: int, environ: Mapping[str, str], listed: int | None, files: Mapping[str, int]
 ) -> dict[str, Any]:
     """Return ``gpus``, the number of GPUs on this node that the job may use (None where that is
     unknown); a ``note`` where the number is uncertain; and, in a job with GPUs, ``gpus_there``, the
-    number by nvidia-smi, or else by device files, where one of them tells it.
+    number by nvidia-smi, or else by device files, where either tells it.
 
     ``gpus`` is the lowest of the numbers by nvidia-smi or device files and by the variables of
     visible devices. Slurm sets the variables of several vendors where its gres.conf names none, so
@@ -122,19 +122,20 @@ def gpus(
     UnfitError
         the job may use fewer GPUs than `wanted`
     """
-    name = max(files, key=lambda name: files[name], default="NVIDIA" if listed is not None else "")
+    by_smi = "NVIDIA" if listed is not None else ""
+    name = max(files, key=lambda vendor: files[vendor], default=by_smi)
     vendors = [VENDORS[name]] if name else VENDORS.values()
-    variables: dict[str, int] = {}
+    counts: dict[str, int] = {}  # by source: a variable, or `FILES`
     for vendor in vendors:
-        variables |= listed_devices(vendor, environ)
+        counts |= listed_devices(vendor, environ)
     present = listed if listed is not None else files.get(name)
     if present is not None:  # one file may be several devices: as many as the job wants, then
-        variables[FILES] = max(present, min(wanted, present * VENDORS[name].tiles))
-    if not variables:
+        counts[FILES] = max(present, min(wanted, present * VENDORS[name].tiles))
+    if not counts:
         note = f"can't tell whether there are {wanted} GPUs: no nvidia-smi, no device files"
         return {"gpus": None, "note": note} if wanted else {"gpus": 0}
-    source = min(variables, key=lambda source: variables[source])
-    count = variables[source]
+    source = min(counts, key=lambda source: counts[source])
+    count = counts[source]
     if count < wanted:
         raise UnfitError(f"{count} GPUs in place of {wanted} (by {source})")
     if present is None and wanted:
@@ -143,10 +144,10 @@ def gpus(
     return {"gpus": count, **({"gpus_there": present} if wanted else {})}
 
 
-def _nvidia_smi() -> int | None:
-    """Return the number of GPUs that nvidia-smi lists, or of MIG devices if these are more; None
-    where there is no such program. Raises UnfitError if it fails, ``subprocess.TimeoutExpired`` if
-    it takes longer than `GPU_S`."""
+def _ask_nvidia_smi() -> int | None:
+    """Run ``nvidia-smi -L``; return the number of GPUs that it lists, or of MIG devices if these
+    are more; None where there is no such program. Raise UnfitError if it fails,
+    ``subprocess.TimeoutExpired`` if it takes longer than `GPU_S`."""
     try:
         done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=GPU_S)
     except FileNotFoundError:
@@ -157,38 +158,40 @@ def _nvidia_smi() -> int | None:
         printed = (done.stdout + done.stderr).strip().splitlines()
         raise UnfitError(f"nvidia-smi: {printed[0] if printed else f'exit code {done.returncode}'}")
     lines = [line.strip() for line in done.stdout.splitlines()]
-    gpus, parts = (sum(line.startswith(f"{word} ") for line in lines) for word in ("GPU", "MIG"))
-    return max(gpus, parts)
+    gpus = sum(line.startswith("GPU ") for line in lines)
+    mig_devices = sum(line.startswith("MIG ") for line in lines)
+    return max(gpus, mig_devices)
 
 
 def count_gpus(place: Place, wanted: int) -> dict[str, Any]:
-    """Count this node's GPUs and return what `gpus` returns; `wanted` is the number that the job
-    has on each node. {} where the nodes are processes of one machine.
+    """Count this node's GPUs by nvidia-smi and device files, and return what `check_gpus` returns;
+    `wanted` is the number that the job has on each node. {} where the nodes are processes of one
+    machine.
 
     nvidia-smi is the only vendor's program that is asked: it shows that a GPU has failed whose
     device file is still there. Other vendors' programs are written in Python, and break in a job's
     environment, or count cards in place of devices. If nvidia-smi is late, that is a note where
-    device files tell the number, else an UnfitError. Raises UnfitError also as `gpus` and
-    `_nvidia_smi`.
+    device files tell the number, else an UnfitError. Raise UnfitError also as `check_gpus` and
+    `_ask_nvidia_smi`.
     """
-    if place.is_local:  # nodes that are processes of one machine, with gloo on CPU
+    if place.is_local:  # they train with gloo on CPU
         return {}
     files = device_files()
-    nvidia = "NVIDIA" in files or not files
+    may_be_nvidia = "NVIDIA" in files or not files
     listed, why = None, f"nvidia-smi gave no answer within {GPU_S:.0f} s"
     try:
-        listed = _nvidia_smi() if wanted and nvidia else None
+        listed = _ask_nvidia_smi() if wanted and may_be_nvidia else None
     except subprocess.TimeoutExpired:
         if not files:
             raise UnfitError(why) from None
-        return gpus(wanted, os.environ, None, files) | {"note": f"{why}; its files are there"}
-    return gpus(wanted, os.environ, listed, files)
+        return check_gpus(wanted, os.environ, None, files) | {"note": f"{why}; its files are there"}
+    return check_gpus(wanted, os.environ, listed, files)
 
 
-def tmpdir(path: Path) -> dict[str, Any]:
-    """Write 1 MiB to a temporary file in `path`, the folder TMPDIR, and return ``tmpdir``, the
-    path, and ``tmpdir_free``, the free space in bytes. Raises UnfitError if the folder can't be
-    written, or has less than `TMPDIR_BYTES` free."""
+def try_tmpdir(path: Path) -> dict[str, Any]:
+    """Write 1 MiB to a temporary file in `path`, the folder TMPDIR, and remove it; return
+    ``tmpdir``, the path, and ``tmpdir_free``, the free space in bytes. Raise UnfitError if the
+    folder can't be written, or has less than `TMPDIR_BYTES` free."""
     try:
         with tempfile.TemporaryFile(dir=path) as file:
             file.write(bytes(1 << 20))
@@ -201,9 +204,9 @@ def tmpdir(path: Path) -> dict[str, Any]:
     return {"tmpdir": str(path), "tmpdir_free": free}
 
 
-def run_folder(place: Place, folder: Path, secret: str, needed: int) -> dict[str, Any]:
-    """Write `secret` to this node's file in `folder`, by which partners see that the disk is
-    shared; return ``scratch_free``, the run folder's free space in bytes.
+def try_run_folder(place: Place, folder: Path, secret: str, needed: int) -> dict[str, Any]:
+    """Write `secret` to this node's file in `folder`, below the run's folder, by which partners see
+    that the disk is shared; return ``scratch_free``, the run folder's free space in bytes.
 
     Raises
     ------
@@ -223,7 +226,7 @@ def run_folder(place: Place, folder: Path, secret: str, needed: int) -> dict[str
     return {"scratch_free": free}
 
 
-def load() -> dict[str, Any]:
+def read_load() -> dict[str, Any]:
     """Return ``load``, the load average of the last minute per processor; {} on a system that
     has no load average."""
     with contextlib.suppress(OSError):
@@ -232,17 +235,17 @@ def load() -> dict[str, Any]:
 
 
 def check_node(place: Place, order: Order) -> None:
-    """Make the checks of this node alone; report the values and notes of each, or its UnfitError as
-    a fault. The checks write a temporary file in TMPDIR, and this node's file in the order's
-    folder."""
+    """Make the checks of this node alone; print (`report`) the values and the note of each check,
+    or its UnfitError as a fault. The checks write a temporary file in TMPDIR, and this node's file
+    in the order's folder. Raise OSError where stdout is closed."""
     folder = Path(order.folder)
     checks: dict[str, Callable[[], dict[str, Any]]] = {
-        "load": load,
-        "interface": lambda: interface(place),
-        "fabric": lambda: interconnect(place),
+        "load": read_load,
+        "interface": lambda: check_interface(place),
+        "fabric": lambda: check_interconnect(place),
         "gpus": lambda: count_gpus(place, order.gpus),
-        "tmpdir": lambda: tmpdir(Path(os.environ.get("TMPDIR") or "/tmp")),
-        "scratch": lambda: run_folder(place, folder, order.secret, order.needed),
+        "tmpdir": lambda: try_tmpdir(Path(os.environ.get("TMPDIR") or "/tmp")),
+        "scratch": lambda: try_run_folder(place, folder, order.secret, order.needed),
     }
     for name, check in checks.items():
         try:
@@ -256,15 +259,15 @@ def check_node(place: Place, order: Order) -> None:
 
 
 def _set_network(place: Place) -> None:
-    """Set the variables of the network interface and of the fabric in this process's environment
-    to the values that the workers will get."""
-    fabric_env = place.fabric_env(fabric_lookup.look()) if place.seeks_fabric else {}
+    """Set the variables of the network interface and of the interconnect in this process's
+    environment to the values that the workers will get."""
+    fabric_env = place.fabric_env(fabric_lookup.find_fabric()) if place.seeks_fabric else {}
     os.environ.update(fabric_env | place.interface_env())
 
 
 def _read_question() -> dict[str, Any]:
-    """Wait for the next question on stdin and return it. Exits the process with 0 when stdin is
-    closed. Raises ValueError for a torn line."""
+    """Wait for the next question on stdin and return it. Exit the process with 0 when stdin is
+    closed. Raise ValueError for a torn line."""
     line = sys.stdin.readline()
     if not line:
         os._exit(0)  # threads that still listen or resolve a name are not waited for
@@ -283,8 +286,9 @@ def main(argv: list[str]) -> int:
     process with 0, whatever the checks have found. `argv` is not used.
 
     A signal of `NOTICE_SIGNALS` is reported as a notice, and ends the process with 0 at once.
-    Raises OSError as `Place.from_env`, and where no port is free; KeyError, TypeError or ValueError
-    for a wrong environment or a damaged question.
+    HPC_DDP_NODE is set, and the variables of `_set_network`. Raises OSError as `Place.from_env`,
+    where no port is free, and where stdout is closed; KeyError, TypeError or ValueError for a wrong
+    environment or a damaged question.
     """
     os.environ["HPC_DDP_NODE"] = ""  # for a notice that comes before the order
     for number in NOTICE_SIGNALS:
@@ -294,7 +298,7 @@ def main(argv: list[str]) -> int:
     os.environ["HPC_DDP_NODE"] = place.node
     report(stage="start")
     listener = Listener(place.node, order.secret, order.port)
-    # Held from now on, lest another process takes the port before the store is made.
+    # The socket is held until the store is made: another process might take the port.
     with network.listen_on_any_port() as store_socket:
         check_node(place, order)
         contact = {"host": place.host, "port": listener.port}
@@ -311,5 +315,5 @@ def main(argv: list[str]) -> int:
         torch = bandwidth.import_torch()
         question = _read_question()
         if torch is not None and place.node in question["members"]:
-            bandwidth.run(torch, place.node, store_socket, bandwidth.Group(**question))
+            bandwidth.measure_group(torch, place.node, store_socket, bandwidth.Group(**question))
     os._exit(0)  # taking torch apart takes time

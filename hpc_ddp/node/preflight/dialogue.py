@@ -22,9 +22,9 @@ from hpc_ddp.node.preflight.blame import SLOW_FACTOR, NodeReport, Reports
 from hpc_ddp.node.preflight.checks import GPU_S
 from hpc_ddp.node.preflight.messages import MARK
 
-# A stage: how long it may take after the last node that has completed it, in seconds, and the fault
-# of a node that is late. All but the import and nvidia-smi take two on healthy nodes, whatever
-# their number, and so does a start without a container.
+# By stage: the seconds that it may take after the last node that has completed it, and the fault of
+# a node that is late. On healthy nodes, whatever their number, each stage takes two seconds, but
+# for the import of torch, nvidia-smi, and a start with a container.
 CHECKS_S, _IMPORT_S, _EXCHANGE_S = 40.0, 300.0, 90.0
 STAGES = {
     "start": (CHECKS_S, "no word"),
@@ -34,17 +34,18 @@ STAGES = {
     "exchange": (_EXCHANGE_S, "the exchange with other nodes did not end"),
 }
 
+# Lines of srun: tasks have ended; a task can't be started; the label before a line of a task.
 _TASK = re.compile(r"srun: error: .*?: tasks? ([\d,-]+): (.*)")
 _LAUNCH = re.compile(r"srun: error: Task launch for \S+ failed on node (\S+): (.*)")
 _LABEL = re.compile(r"\s*(\d+): ")
 
 
 class NoticeError(Exception):
-    """A notice has asked the attempt to end; the text is the notice's word."""
+    """A notice has asked the attempt to end; the text is the notice's source."""
 
 
 class LaunchError(Exception):
-    """Slurm could not start a node's task, and therefore ends those of the others."""
+    """Slurm could not start a node's task, and therefore ends the tasks of the other nodes."""
 
 
 @dataclass(frozen=True)
@@ -57,16 +58,16 @@ class Command:
 
 
 class Dialogue:
-    """Sends questions to all nodes, and collects their messages in `reports`.
+    """Sends questions to all nodes, and collects their messages in `reports`, by node.
 
     Parameters
     ----------
     nodes
         all nodes, in the order of srun's tasks
     commands
-        started at once: one for all nodes, or one for each
+        the commands to start at once: one for all nodes, or one for each
     read_notice
-        returns a word once the attempt is asked to end, '' before
+        returns a notice's source once the attempt is asked to end, '' before
     log
         the file for all lines that are no messages; without its folder they are dropped
     """
@@ -78,8 +79,8 @@ class Dialogue:
         read_notice: Callable[[], str],
         log: Path,
     ) -> None:
-        """Start the commands, and for each a thread that reads its output. Raises OSError if a
-        command can't be started."""
+        """Start the commands, and for each a thread that reads its output. Raise OSError if a
+        command can't be started; commands before it then keep running."""
         self.reports: Reports = {node: NodeReport() for node in nodes}
         self._nodes, self._read_notice = nodes, read_notice
         # A command's node (None: all nodes) and a line of its output, None at its end.
@@ -95,15 +96,15 @@ class Dialogue:
             reader.start()
 
     def _read(self, node: str | None, process: subprocess.Popen[bytes]) -> None:
-        """Put each line of a process into the queue, with its `node`, and None at the end of its
-        output. The reader thread runs this."""
+        """Put each line that a process prints into the queue, with the process's `node`; at the end
+        of the output put None in place of a line. A reader thread runs this."""
         for line in process.stdout or ():
             self._lines.put((node, line.decode(errors="replace").rstrip()))
         self._lines.put((node, None))
 
     def send(self, **question: Any) -> None:
-        """Send `question` as one line of JSON to all nodes; a process that has ended is passed
-        over."""
+        """Send the fields of `question` as one line of JSON to all nodes; a process that has ended
+        is passed over."""
         for process in self._processes:
             assert process.stdin is not None
             with contextlib.suppress(OSError):
@@ -114,9 +115,9 @@ class Dialogue:
         self, stage: str, nodes: Sequence[str], slack: float = 1.0, first_s: float | None = None
     ) -> list[str]:
         """Wait until each of `nodes` has completed a stage, can't complete it any more, or is late;
-        return those that have no fault, neither of this stage nor of an earlier one. Messages that
-        come meanwhile go into `reports`, other lines into the log. A node that has not completed
-        the stage gets a fault, unless it has one.
+        return those of the nodes that have no fault of any stage. Messages that come meanwhile go
+        into `reports`, other lines into the log. A node that has not completed the stage gets a
+        fault, unless it already has a fault.
 
         A node can't complete the stage if its task has ended, or if it has no torch; nodes with
         other faults are still waited for. The time limit is that of `STAGES`, times `slack`, or
@@ -134,8 +135,8 @@ class Dialogue:
         OSError
             the log can't be written
         """
-        shortest_s, fault = STAGES[stage]
-        limit_s, durations = first_s or shortest_s * slack, list[float]()
+        least_s, fault = STAGES[stage]
+        limit_s, durations = first_s or least_s * slack, list[float]()
         begin = progress_at = time.monotonic()
         waiting = set(nodes)
         while waiting and time.monotonic() < progress_at + limit_s:
@@ -149,15 +150,15 @@ class Dialogue:
                 answered = [
                     node for node in waiting - pending if stage in self.reports[node].stages
                 ]
-                if answered:  # the end of a task says nothing of the time that others need
+                if answered:  # tasks that have ended say nothing of the time that others need
                     durations += [progress_at - begin] * len(answered)
-                    limit_s = max(shortest_s * slack, SLOW_FACTOR * median(durations))
+                    limit_s = max(least_s * slack, SLOW_FACTOR * median(durations))
             waiting = pending
-        late = f"{fault} within {time.monotonic() - begin:.0f} s"
+        reason = f"{fault} within {time.monotonic() - begin:.0f} s"
         for node in nodes:
             report = self.reports[node]
             if stage not in report.stages and not report.faults:
-                report.faults.append(self._fault_of(report, late))
+                report.faults.append(self._fault_of(report, reason))
         return [node for node in nodes if not self.reports[node].faults]
 
     def _is_pending(self, node: str, stage: str) -> bool:
@@ -173,20 +174,21 @@ class Dialogue:
         return any(reader.is_alive() for reader in self._readers) or not self._lines.empty()
 
     def _fault_of(self, report: NodeReport, late: str) -> tuple[str, str]:
-        """Return the fault, as check and reason, of a node that has not completed a stage; `late`
-        is the reason where neither the node's task nor srun has ended."""
+        """Return the fault, as check and reason, of the node with this `report`, which has not
+        completed a stage; `late` is the reason where neither its task nor srun has ended."""
         if report.has_ended:
             return "ended", f"ended early: {report.last_line or 'without a word'}"
-        if not self._is_running():  # because of the controller, say: no fault of a node
+        if not self._is_running():  # the controller's fault, say, and no node's
             return "step", f"srun has ended without it: {self._last_line or 'no word'}"
         return "silent", f"{late} ({self._last_line})" if self._last_line else late
 
     def _handle_line(self, node: str | None, line: str | None) -> None:
         """Handle a line of the process of `node`, or of srun where `node` is None. A message goes
         into the report of its node. Any other line goes into the log; it becomes the last line of
-        the node's task, or is handled as srun's own. The `line` None is the end of the process.
+        the node's task, or is handled as srun's own. The `line` None stands for the end of the
+        output: the node's task has ended.
 
-        Raises NoticeError as `_add_message`, LaunchError as `_handle_line_of_srun`, OSError if the
+        Raise NoticeError as `_add_message`, LaunchError as `_handle_line_of_srun`, OSError if the
         log can't be written.
         """
         if line is None:
@@ -194,6 +196,7 @@ class Dialogue:
                 self.reports[node].has_ended = True
             return
         text = line
+        # srun puts the task's number before a line; its own lines have no such label.
         if node is None and (label := _LABEL.match(line)) and int(label[1]) < len(self._nodes):
             node, text = self._nodes[int(label[1])], line[label.end() :]
         _, mark, message = text.partition(MARK)
@@ -210,10 +213,10 @@ class Dialogue:
 
     def _handle_line_of_srun(self, text: str) -> None:
         """Handle a line that srun itself has printed: note in the reports that tasks have ended, or
-        else keep the line as the reason of later faults.
+        else keep the line, which later faults quote.
 
-        Raises LaunchError if the line says that Slurm could not start a task. Its node has a fault
-        then, or all nodes if the name in the line is not that of a node.
+        If the line says that Slurm could not start a task, add a fault to the task's node, or to
+        all nodes if the line names none of them, and raise LaunchError.
         """
         if failed := _LAUNCH.match(text):
             why = f"Slurm can't start a task: {failed[2]}"
@@ -231,8 +234,8 @@ class Dialogue:
 
     def _add_message(self, text: str) -> None:
         """Add a message, `text` in JSON, to the report of its node; raise NoticeError if it is a
-        notice. A torn message is passed over, and so is one without a known node: the node's stage
-        will be missing."""
+        notice. A torn message, or one without a known node, is passed over: the stage will be
+        missing in the node's report."""
         with contextlib.suppress(ValueError, KeyError):
             message = json.loads(text)
             if "notice" in message:
@@ -240,13 +243,14 @@ class Dialogue:
             self.reports[message["node"]].add(message)
 
     def close(self, patience_s: float) -> None:
-        """Close the input of the nodes' processes, so that they end, and wait for them. After
-        `patience_s` seconds terminate those that still run, after as many again kill them. Their
-        last lines do not get into `reports`."""
+        """Close the input of the nodes' processes, so that they end, and wait for them. Terminate
+        the processes that still run after `patience_s` seconds, and kill them after as many again.
+        Their last lines do not get into `reports`."""
         for process in self._processes:
             with contextlib.suppress(OSError):
                 assert process.stdin is not None
                 process.stdin.close()
+        # The first round only waits.
         for end_process in (lambda p: None, subprocess.Popen.terminate, subprocess.Popen.kill):
             for process in self._processes:
                 end_process(process)
@@ -267,10 +271,10 @@ def _start(command: Command) -> subprocess.Popen[bytes]:
 
 
 def _numbers(text: str, end: int) -> list[int]:
-    """Return the numbers below `end` in a text such as ``1-3,5``; raise ValueError for a text of
-    another form."""
+    """Return the numbers below `end` that a text such as ``1-3,5`` names; raise ValueError for a
+    text of another form."""
     numbers: list[int] = []
     for part in text.split(","):
         low, _, high = part.partition("-")
-        numbers += range(int(low), min(int(high or low) + 1, end))
+        numbers += range(int(low), min(int(high or low) + 1, end))  # no high: a number alone
     return numbers

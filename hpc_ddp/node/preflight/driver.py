@@ -2,8 +2,8 @@
 
 ``python <run>/lib/node.py preflight.driver <srun …> <python> <run>/lib/node.py preflight.checks``
 
-It runs in the batch shell and starts `checks` as one task per node. The outcome is journalled as
-the event `preflight`; exit code 0 means that the training can start.
+The batch script runs it; it starts `checks` as one task per node. The outcome is journalled as the
+event `preflight`; exit code 0 means that the training can start.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from hpc_ddp.node.preflight.blame import (
     blame_pairs,
     blame_slow,
     blame_torch,
-    confirm,
+    drop_unconfirmed,
     outcome,
     strain,
 )
@@ -49,7 +49,7 @@ from hpc_ddp.node.preflight.dialogue import (
     LaunchError,
     NoticeError,
 )
-from hpc_ddp.node.preflight.links import contains
+from hpc_ddp.node.preflight.links import has_content
 
 CLOSE_S = 5.0
 # As `join_timeout` of the rendezvous: nodes that take longer could not train either.
@@ -57,19 +57,20 @@ START_S, START_AFTER_SETUP_S = 600.0, 3600.0
 NEEDED_BYTES = 100 << 20  # in the run folder, as long as the size of a checkpoint is not known
 
 
-def examine(
+def examine_nodes(
     run: RunFolder,
     nodes: Sequence[str],
     commands: Sequence[Command],
     read_notice: Callable[[], str],
 ) -> dict[str, Any]:
-    """Test all nodes by `commands`, whose processes end with the test; return the fields of the
-    event `preflight`. A second test follows where the first has found a `DOUBTFUL` fault.
+    """Test all `nodes`, in the order of srun's tasks, by `commands`, whose processes end with the
+    test; return the fields of the event `preflight`. A second test, with other partners, follows
+    where the first has found a `DOUBTFUL` fault.
 
-    `read_notice` returns '' until the attempt is asked to end, then a word: the outcome is then not
-    ok, and blames no node. Where Slurm can't start the task of a node, the test of all nodes ends
-    early. The environment of the first command names the attempt. Printed lines that are no
-    messages go to the attempt's ``preflight.log``.
+    `read_notice` returns '' until the attempt is asked to end, then the notice's source: the
+    outcome is then not ok, and blames no node. Where Slurm can't start the task of a node, the test
+    of all nodes ends early. The environment of the first command names the attempt. Printed lines
+    that are no messages go to the attempt's ``preflight.log``.
 
     Raises OSError if the run's folder can't be read or written, or a command can't be started;
     UsageError for a broken job.json.
@@ -79,33 +80,37 @@ def examine(
     begin = time.monotonic()
     log = env.attempt_folder.path / "preflight.log"
 
-    def ask(again: bool) -> Reports:
+    def test_nodes(again: bool) -> Reports:
+        """Test all nodes once, and return their reports; with `again` by other partners."""
         dialogue = Dialogue(nodes, commands, read_notice, log)
-        return _ask(dialogue, spec, run, again, start_limit(spec, env))
+        return _ask_and_close(dialogue, spec, run, again, start_limit(spec, env))
 
     try:
-        reports = ask(again=False)
+        reports = test_nodes(again=False)
         if any(DOUBTFUL & dict(report.faults).keys() for report in reports.values()):
-            first, reports = reports, ask(again=True)
-            confirm(first, reports)
+            first_reports, reports = reports, test_nodes(again=True)
+            drop_unconfirmed(first_reports, reports)
         fields = outcome(reports)
     except NoticeError as error:
-        fields = _without_blame(f"ended early: {error}") | {"notice": str(error)}
+        fields = _fields_without_blame(f"ended early: {error}") | {"notice": str(error)}
     return {**fields, "seconds": round(time.monotonic() - begin, 1)}
 
 
-def _ask(dialogue: Dialogue, spec: JobSpec, run: RunFolder, again: bool, first_s: float) -> Reports:
-    """Make a folder in the run for `converse` and call it; then end the dialogue, remove the folder
-    and return the reports. A LaunchError of `converse` only ends it early, and the reports are as
-    they are by then; its other errors are raised."""
+def _ask_and_close(
+    dialogue: Dialogue, spec: JobSpec, run: RunFolder, again: bool, first_s: float
+) -> Reports:
+    """Call `ask_questions`, with a new folder in the run; then end the dialogue, remove the folder,
+    and return the reports. A LaunchError only ends the questions early; other errors of
+    `ask_questions` are raised, and OSError where the folder can't be made. `again` and `first_s`
+    are as in `ask_questions`."""
     folder = run.path / f".preflight-{secrets.token_hex(8)}"
     patience_s = CLOSE_S
     try:
         folder.mkdir(mode=0o700)
         with contextlib.suppress(LaunchError):
-            converse(dialogue, spec, run, folder, again, first_s)
+            ask_questions(dialogue, spec, run, folder, again, first_s)
     except NoticeError:
-        patience_s = 0.5
+        patience_s = 0.5  # the attempt has little time left
         raise
     finally:
         dialogue.close(patience_s)
@@ -113,7 +118,7 @@ def _ask(dialogue: Dialogue, spec: JobSpec, run: RunFolder, again: bool, first_s
     return dialogue.reports
 
 
-def _without_blame(why: str) -> dict[str, Any]:
+def _fields_without_blame(why: str) -> dict[str, Any]:
     """Return the fields of the event, without ``seconds``, for a preflight that has failed for the
     reason `why`, which is no node's fault."""
     return {"ok": False, "bad_nodes": [], "hopeless": False, "why": why, "report": {}}
@@ -121,15 +126,15 @@ def _without_blame(why: str) -> dict[str, Any]:
 
 def start_limit(spec: JobSpec, env: AttemptEnv) -> float:
     """Return for how many seconds the driver waits for the first message of the nodes: as long as
-    the rendezvous would wait, or half of the time that the job has left, if that is less, but at
-    least `CHECKS_S`. A node may first have to fetch a container, and its set-up lines may copy data
-    to it."""
+    the rendezvous would wait, or half of the time that the job has left if that is shorter, but at
+    least `CHECKS_S`. A node may first have to fetch a container, and the set-up lines of nodes
+    (`spec.node_setup`) may copy data to it. `env` has the attempt and the end of its time."""
     end_time = read_seconds(env.attempt_folder.end_time) or env.end_time or math.inf
     longest_s = START_AFTER_SETUP_S if spec.node_setup else START_S
     return max(CHECKS_S, min(longest_s, (end_time - time.time()) / 2))
 
 
-def converse(
+def ask_questions(
     dialogue: Dialogue,
     spec: JobSpec,
     run: RunFolder,
@@ -137,25 +142,27 @@ def converse(
     again: bool,
     first_s: float = START_S,
 ) -> None:
-    """Send the questions that `checks` answers to all nodes, and add the faults that only all
-    answers together show; the result is in the dialogue's `reports`.
+    """Send the questions that `checks` answers to all nodes of a dialogue, and add to its `reports`
+    the faults that only all answers together show.
 
     The nodes write files into `folder`; with `again` they have other partners. `first_s` is the
     limit in seconds for the nodes' first messages. Raises as `Dialogue.wait` and `_needed_bytes`.
     """
     reports, secret = dialogue.reports, secrets.token_hex(16)
     with listen_on_any_port() as server:
-        port = server.getsockname()[1]  # free here, and most likely elsewhere
+        port = server.getsockname()[1]  # free on this node, and most likely on the others
     order = {"folder": str(folder), "secret": secret, "port": port, "again": again}
     dialogue.send(nodes=[*reports], **order, gpus=spec.gpu_count, needed=_needed_bytes(run))
     dialogue.wait("start", list(reports), first_s=first_s)
     fit = dialogue.wait("local", [node for node in reports if "start" in reports[node].stages])
     ports = {node: reports[node].contact["port"] for node in fit}
     missing = [node for node in reports if node not in ports]
-    dialogue.send(missing=missing, ports={k: n for k, n in ports.items() if n != port})
+    # Only what differs from the order: a question must not grow with the number of nodes.
+    other_ports = {node: number for node, number in ports.items() if number != port}
+    dialogue.send(missing=missing, ports=other_ports)
     fit = dialogue.wait("partners", fit)
-    # The batch shell is one more observer of the disk: of two nodes it shows which one is cut off.
-    unseen = [("the batch shell", node) for node in fit if not contains(folder / node, secret)]
+    # The batch script is one more observer of the disk: of two nodes it shows which is cut off.
+    unseen = [("the batch shell", node) for node in fit if not has_content(folder / node, secret)]
     blame_pairs(reports, "scratch", unseen)
     blame_pairs(reports, "link")
     if spec.gpu_count and spec.fabric != "ethernet":
@@ -165,32 +172,41 @@ def converse(
     blame_torch(reports)
     members = [node for node in fit if not reports[node].faults]
     if len(members) > 1:
-        kinds = {reports[node].values["device"] or "cpu" for node in members}
-        device = kinds.pop() if spec.gpu_count and len(kinds) == 1 else "cpu"
-        first = reports[members[0]].contact
-        slack = strain(reports)
-        limits = {"first": 1 + 2 * again, "timeout_s": slack * TIMEOUT_S}
-        address = {"host": first["host"], "port": first["store_port"]}
-        dialogue.send(members=members, device=device, **address, **limits)
-        dialogue.wait("exchange", members, slack)
-        blame_exchange(reports)
-        blame_slow(reports)
+        _ask_for_speeds(dialogue, members, spec, again)
+
+
+def _ask_for_speeds(dialogue: Dialogue, members: Sequence[str], spec: JobSpec, again: bool) -> None:
+    """Have the nodes `members` measure the speeds between them, and add the faults of nodes whose
+    exchanges have failed or were slow; with `again` they have other partners. Raises as
+    `Dialogue.wait`."""
+    reports = dialogue.reports
+    kinds = {reports[node].values["device"] or "cpu" for node in members}
+    device = kinds.pop() if spec.gpu_count and len(kinds) == 1 else "cpu"
+    host = reports[members[0]].contact  # of the store, on rank 0
+    slack = strain(reports)
+    limits = {"first": 1 + 2 * again, "timeout_s": slack * TIMEOUT_S}
+    address = {"host": host["host"], "port": host["store_port"]}
+    dialogue.send(members=members, device=device, **address, **limits)
+    dialogue.wait("exchange", members, slack)
+    blame_exchange(reports)
+    blame_slow(reports)
 
 
 def _needed_bytes(run: RunFolder) -> int:
     """Return how many bytes must be free for the run's folder: as many as the newest checkpoint
-    has, or `NEEDED_BYTES` without a checkpoint, or where its size can't be read. Raises OSError if
-    the checkpoints can't be listed."""
-    for path in published(run.checkpoints)[:1]:
+    has; `NEEDED_BYTES` without a checkpoint, and where its size can't be read. Raise OSError if the
+    checkpoints can't be listed."""
+    for path in published(run.checkpoints)[:1]:  # the newest, if there is one
         with contextlib.suppress(OSError, ValueError, KeyError):
             sizes = [facts["size"] for facts in read_manifest(path)["files"].values()]
             return int(sum(sizes))
     return NEEDED_BYTES
 
 
-def conclude(run: RunFolder, attempt: int, fields: Mapping[str, Any]) -> bool:
-    """Write the outcome, the `fields` of `examine`, to the journal. Print the faults and notes, and
-    that all nodes are fit if they are. Return whether the training can start."""
+def record_outcome(run: RunFolder, attempt: int, fields: Mapping[str, Any]) -> bool:
+    """Write the outcome of an attempt's preflight, the `fields` of `examine_nodes`, to the journal.
+    Print the faults and notes, and that all nodes are fit if they are. Return whether the training
+    can start."""
     run.journal("batch", attempt).write(PreflightEnded(**fields))
     summary = fields.get("summary") or {"texts": {}}
     for text, (count, node) in summary["texts"].items():
@@ -205,12 +221,12 @@ def conclude(run: RunFolder, attempt: int, fields: Mapping[str, Any]) -> bool:
 
 def main(argv: list[str]) -> int:
     """Make the preflight of the attempt that the environment names, with `argv` as the command of
-    its step; return 0 if the training can start, else 1.
+    its step; journal and print the outcome; return 0 if the training can start, else 1.
 
-    In an allocation, without an attempt, the next attempt's number is claimed. After a notice the
-    code is 1: SIGTERM, SIGINT or SIGHUP, which this process handles from now on, or the attempt's
-    file ``notice``. HpcDdpErrors and OSErrors are printed, and journalled as the outcome. Raises
-    KeyError without attempt and allocation, KeyError or ValueError for a damaged file of the
+    Where the environment names no attempt, in an allocation, the next attempt is claimed. After a
+    notice the code is 1: SIGTERM, SIGINT or SIGHUP, which this process handles from now on, or the
+    attempt's file ``notice``. HpcDdpErrors and OSErrors are printed, and journalled as the outcome.
+    Raises KeyError without attempt and allocation, KeyError or ValueError for a damaged file of the
     attempt.
     """
     environ = dict(os.environ)
@@ -219,20 +235,20 @@ def main(argv: list[str]) -> int:
         signal.signal(number, lambda number, _: signals.append(signal.Signals(number).name))
     run = AttemptEnv.from_env(environ).run_folder
     try:
-        if variable("attempt") not in environ:  # by hand in an allocation
+        if variable("attempt") not in environ:  # a person has started this in an allocation
             names = slurm.expand_hosts(environ["SLURM_JOB_NODELIST"])
-            claimed = run.claim_attempt({"nodes": names}, lambda _: False)
-            environ[variable("attempt")] = str(claimed.number)
+            new_attempt = run.claim_attempt({"nodes": names}, lambda _: False)
+            environ[variable("attempt")] = str(new_attempt.number)
         spec = JobSpec.from_json(run.job_json.read_bytes())
         environ.setdefault(variable("fabric"), spec.fabric)
         attempt = AttemptEnv.from_env(environ).attempt_folder
         nodes = attempt.node_names
         commands = [Command(argv, environ)]
-        fields = examine(
+        fields = examine_nodes(
             run, nodes, commands, lambda: signals[0] if signals else read_word(attempt.notice)
         )
-    except (HpcDdpError, OSError) as error:  # no answer, no srun, no space for a word
+    except (HpcDdpError, OSError) as error:  # no answer of Slurm, no srun, a full disk
         why = f"the preflight could not be made: {error}"
-        fields = _without_blame(why) | {"seconds": 0.0}
+        fields = _fields_without_blame(why) | {"seconds": 0.0}
         say(f"preflight: {why}")
-    return 0 if conclude(run, AttemptEnv.from_env(environ).attempt, fields) else 1
+    return 0 if record_outcome(run, AttemptEnv.from_env(environ).attempt, fields) else 1

@@ -24,8 +24,8 @@ TEXT_BYTES = 500  # of a reason: Slurm breaks lines of more than 1024
 
 
 def report(**message: Any) -> None:
-    """Print a message with the fields in `message` (see the module) and this node's name to stdout,
-    in one write, since several threads of a node print.
+    """Print a message with these fields (see the module) and this node's name to stdout, in one
+    write, since several threads of a node print.
 
     Texts are cut to `TEXT_BYTES` of JSON each, apart from those inside lists and dicts. Raises
     KeyError without HPC_DDP_NODE, OSError where stdout is closed.
@@ -39,6 +39,6 @@ def _cut(text: str) -> str:
     """Return as much of the beginning of a text as has at most `TEXT_BYTES` in JSON. Bytes that are
     no Unicode, as a file's name may have, become ``?``."""
     text = text.encode(errors="replace")[:TEXT_BYTES].decode(errors="ignore")
-    while len(json.dumps(text, ensure_ascii=False).encode()) > TEXT_BYTES + 2:  # quotes
+    while len(json.dumps(text, ensure_ascii=False).encode()) > TEXT_BYTES + 2:  # 2: the quotes
         text = text[:-1]
     return text

@@ -13,10 +13,10 @@ from hpc_ddp.node.watch.peer_links import PeerLinks, Task
 
 LOOK_EVERY_S = 1.0
 FENCE_EVERY_S = 10.0  # listing a folder costs an NFS server more than opening a file
-# Where each change is told: all the same, in case one was not.
+# Pauses of a supervisor that is told of each change, and looks all the same, in case one is lost.
 QUIET_FIRST_S = 20.0  # of the first supervisor, whose look serves all
-QUIET_S = 60.0  # of the others; of each that shares its node, as many times as long
-QUICK_S = 5.0  # after a change, in case this host's cache still has the file as it was
+QUIET_S = 60.0  # of the others, times the number of supervisors on a node
+QUICK_S = 5.0  # of short pauses after a change: this host's cache may still have the old file
 
 
 class AttemptWatch:
@@ -28,10 +28,10 @@ class AttemptWatch:
     """
 
     def __init__(self, place: Place, task: Task) -> None:
-        """Begin, in the first supervisor (``task.index`` 0), to watch the attempt's folder. `place`
-        and `task` are the supervisor's own. The caller has to start `links`."""
+        """Begin, in the first supervisor (``task.index`` 0) of a batch job, to watch the attempt's
+        folder. `place` and `task` are the supervisor's own. The caller has to start `links`."""
         self.links = PeerLinks(place, task)
-        # Seconds between two looks while `is_quiet`, and between two for a later attempt.
+        # Seconds, while `is_quiet`, between two looks, and between two looks for a later attempt.
         self._quiet_s = QUIET_S * task.per_node if task.index else QUIET_FIRST_S
         self._quiet_fence_s = self._quiet_s * (2 if task.index else 1)
         self._has_peers = task.count > task.per_node  # on other nodes
@@ -45,16 +45,17 @@ class AttemptWatch:
 
     @property
     def is_quiet(self) -> bool:
-        """Whether this supervisor is told of each change, so that it need not look often."""
+        """Whether this supervisor is told of each change, so that it need not look often: it has
+        all its links, and the first supervisor the watch of Linux."""
         return self.links.is_whole and (self._folder is None or self._folder.works)
 
     def begin_look_if_due(self) -> bool:
-        """Begin a new pause after a wake-up, and where the last pause is over. Return whether one
-        has begun: ``notice``, ``failed`` and ``end-time`` are to be read now. A pause lasts
-        `LOOK_EVERY_S`, and far longer while `is_quiet`, but not in the first `QUICK_S` after a
-        wake-up."""
+        """Return whether the caller has to read ``notice``, ``failed`` and ``end-time`` now: after
+        a wake-up, and once the pause since the last look is over. If so, begin a new pause. A pause
+        lasts `LOOK_EVERY_S`, and far longer while `is_quiet`, but not in the first `QUICK_S` after
+        a wake-up."""
         now = time.monotonic()
-        if self._is_woken():
+        if self._take_changes():
             self._quick_until = now + QUICK_S
         elif now < self._look_at:
             return False
@@ -62,26 +63,27 @@ class AttemptWatch:
         self._look_at = now + (self._quiet_s if is_quiet else LOOK_EVERY_S)
         return True
 
-    def _is_woken(self) -> bool:
-        """Take what a peer or Linux has told since the last call, and wake the peers where Linux
-        has told of a change or has lost events. Return whether there is any change."""
+    def _take_changes(self) -> bool:
+        """Return whether, since the last call, a peer has woken this supervisor, or Linux has told
+        of a change of the attempt's files or has lost events; wake the peers for the latter. Forget
+        what was told."""
         is_woken = self.links.take_wake()
         if self._folder and self._folder.works:
-            names = self._folder.changes()
-            if names is None or names & self._names:
+            names = self._folder.take_changes()
+            if names is None or names & self._names:  # None: events were lost
                 self.links.wake()
                 return True
         return is_woken
 
     def begin_fence_if_due(self) -> bool:
-        """Begin a new pause if the last one is over. Return whether one has begun: this supervisor
-        is then to look for a later attempt. A pause lasts `FENCE_EVERY_S`; it lasts longer
+        """Return whether the caller has to look for a later attempt now: once the pause since the
+        last such look is over. If so, begin a new pause. It lasts `FENCE_EVERY_S`, and longer
         (`_quiet_fence_s`) for a supervisor with peers on other nodes while it `is_quiet`.
 
         Where a later attempt runs, behind a cut link or beside a dead slurmd, peers of this attempt
-        are gone. A job of one node has no such sign. Nor have nodes that have lost the controller
-        but not each other: there the first supervisor looks more often than the others, which see
-        it go.
+        are gone, which links show. A job of one node has no such sign. Nor have nodes that have
+        lost the controller but not each other: there the first supervisor looks more often than the
+        others, which notice its end.
         """
         now = time.monotonic()
         is_rare = self._has_peers and self.is_quiet

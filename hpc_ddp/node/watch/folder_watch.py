@@ -1,7 +1,7 @@
 """Changes in a folder, as Linux tells them (inotify), so that nothing has to look at the files.
 
-Linux tells of the writes of this host's processes, on any file system: each one passes through the
-kernel. It does not tell of those that another host makes on a shared disk.
+Linux tells of the writes of this host's processes, on any file system: each write passes through
+the kernel. It does not tell of the writes that another host makes on a shared disk.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class FolderWatch:
 
     def __init__(self, folder: Path) -> None:
         """Begin to watch `folder`. Where this is not possible (another system than Linux, a limit
-        of the kernel's, no such folder), `works` is False, and `changes` returns None."""
+        of the kernel's, no such folder), `works` is False, and `take_changes` returns None."""
         self._fd = -1
         if sys.platform != "linux":
             return
@@ -40,12 +40,13 @@ class FolderWatch:
 
     @property
     def works(self) -> bool:
-        """Whether the folder is watched; else `changes` always returns None."""
+        """Whether the folder is watched; else `take_changes` always returns None."""
         return self._fd >= 0
 
-    def changes(self) -> set[str] | None:
-        """Return the names of files that were created or changed since the last call; None where
-        they are not known, and any file may have changed."""
+    def take_changes(self) -> set[str] | None:
+        """Return the names of files that were created or changed since the last call, and forget
+        them; None where they are not known, and any file may have changed. Raise OSError where the
+        watch can't be read."""
         if not self.works:
             return None
         names: set[str] = set()
@@ -56,14 +57,14 @@ class FolderWatch:
         return names if is_known else None
 
     def close(self) -> None:
-        """End the watch."""
+        """End the watch: `works` is False from now on."""
         if self.works:
-            self._finalize()
+            self._finalize()  # closes the descriptor
             self._fd = -1
 
     def _add_names(self, events: bytes, names: set[str]) -> bool:
-        """Add the names in `events`, bytes of the kernel's, to `names`; return False where the
-        kernel has lost events, or has ended the watch."""
+        """Add the names of files in `events`, bytes of the kernel's, to `names`; return whether the
+        names are complete: False where the kernel has lost events, or has ended the watch."""
         is_known, at = True, 0
         while at < len(events):
             _, mask, _, length = _HEAD.unpack_from(events, at)

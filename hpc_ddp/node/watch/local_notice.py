@@ -1,4 +1,5 @@
-"""The supervisor's word to its workers, in a file of memory: reading it costs no shared disk."""
+"""The notice and its like from a supervisor to its workers, in a file of memory: a read costs no
+shared disk."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ class LocalNotice:
     """
 
     def __init__(self) -> None:
-        """Make the file, empty. Where the system has no files of memory, there is none, and `write`
+        """Make the file, empty. Where the system has no files in memory, none is made, and `write`
         does nothing."""
         self._fd = -1
         with suppress(OSError):
@@ -36,13 +37,14 @@ class LocalNotice:
         return {"HPC_DDP_LOCAL_NOTICE": path} if self._fd >= 0 else {}
 
     def write(self, **fields: object) -> None:
-        """Set ``source``, ``end_time`` (unix seconds) or ``beat`` (seconds) in the file; fields of
-        earlier calls stay. Does nothing without a file. The text is overwritten in one call, and
-        never gets shorter, so a reader always finds whole JSON."""
+        """Set ``source``, ``end_time`` (unix seconds) or ``beat`` (seconds of time.monotonic()) in
+        the file; fields of earlier calls stay. Do nothing without a file; an OSError is passed
+        over. The text is overwritten in one call, and never gets shorter, so a reader always finds
+        whole JSON."""
         if self._fd < 0:
             return
         self._fields |= fields
-        text = json.dumps(self._fields).encode().ljust(self._size_bytes)
+        text = json.dumps(self._fields).encode().ljust(self._size_bytes)  # covers the old text
         self._size_bytes = len(text)
         with suppress(OSError):
             os.pwrite(self._fd, text, 0)

@@ -3,9 +3,9 @@
 The files of the attempt say what has happened; a wake-up only says that they are worth a look. So
 the supervisors need not ask the shared disk each second, and what comes over the network decides
 nothing. The supervisors form a tree: each one is connected to its parent and to its children. The
-children of a node's first supervisor are those of at most `FANOUT` other nodes, and the others of
-its own node. A supervisor that lacks one of these links asks the disk as often as without a
-network.
+children of a node's first supervisor are the first supervisors of at most `FANOUT` other nodes, and
+the other supervisors of its own node. A supervisor that lacks one of these links asks the disk as
+often as without a network.
 
 Both ends of a connection prove that they know the attempt's secret, without sending it: HMAC-SHA256
 over a number that the other end has drawn. Messages are lines of JSON.
@@ -73,8 +73,9 @@ class Task:
 
 @dataclass(eq=False)
 class Link:
-    """A connection to another supervisor. `task` is that supervisor's number, None until it has
-    proved that it knows the secret; `nonce` is the text that it has to use in its proof."""
+    """A connection to another supervisor. `task` is that supervisor's number, None until that has
+    proved that it knows the secret; `nonce` is the text that it has to use in its proof;
+    `heard_at` is the time, by time.monotonic(), at which something came last."""
 
     socket: socket.socket
     task: int | None = None
@@ -83,19 +84,20 @@ class Link:
     _buffer: bytes = b""
 
     def send(self, **message: Any) -> None:
-        """Send a message. An error is passed over: a broken link brings no messages either, and is
-        dropped for its silence."""
+        """Send a message with these fields. An error is passed over: a broken link brings no
+        messages either, and is dropped for its silence."""
         with suppress(OSError):
             self.socket.send(json.dumps(message).encode() + b"\n")
 
     def receive(self) -> Iterator[dict[str, Any]]:
-        """Yield the messages that have come. Raises BlockingIOError where nothing has come, another
-        OSError where the link has ended, ValueError for a line that is no message."""
-        data = self.socket.recv(4096)
-        if not data:
+        """Yield the messages that have come; the beginning of a further one is kept for the next
+        call. Raise BlockingIOError where nothing has come, another OSError where the link has
+        ended, ValueError for a line that is no message."""
+        received = self.socket.recv(4096)
+        if not received:
             raise OSError("the link has ended")
         self.heard_at = time.monotonic()
-        *lines, self._buffer = (self._buffer + data).split(b"\n")
+        *lines, self._buffer = (self._buffer + received).split(b"\n")
         if any(len(line) > LINE_BYTES for line in (*lines, self._buffer)):
             raise ValueError("too long a line")
         for line in lines:
@@ -109,7 +111,7 @@ class PeerLinks:
     """Keeps a supervisor connected to its parent and children, by a thread of its own."""
 
     def __init__(self, place: Place, task: Task) -> None:
-        """Note the supervisor's place and number. Connections are made after `start`."""
+        """Note the supervisor's place and number; nothing is connected before `start`."""
         self._place, self._task = place, task
         self._parent: Link | None = None
         self._children: list[Link] = []
@@ -123,7 +125,8 @@ class PeerLinks:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the parent and all children are connected, and have proved themselves."""
+        """Whether the parent and all children are connected, and have proved themselves; True for
+        an attempt with a single supervisor."""
         if self._has_ended:
             return False
         peers = {link.task for link in self._links()}
@@ -136,34 +139,36 @@ class PeerLinks:
             threading.Thread(target=self._serve, name="peer links", daemon=True).start()
 
     def wake(self) -> None:
-        """Have all other supervisors look at the attempt's files. A supervisor that can't be
-        reached looks often by itself."""
+        """Have all other supervisors look at the attempt's files: those with a link to this one
+        pass the wake-up on. A supervisor that can't be reached looks often by itself."""
         self._wake_all_but(None)
 
     def take_wake(self) -> bool:
-        """Return whether, since the last call, a peer has woken this supervisor, has connected or
-        has gone; forget it."""
+        """Return whether, since the last call that returned True, a peer has woken this supervisor,
+        has connected or has gone; forget that."""
         if not self._woken.is_set():
-            return False  # without clear(): it may be set by now
+            return False  # no clear(): the thread may have set it since
         self._woken.clear()
         return True
 
     def _wake_all_but(self, origin: Link | None) -> None:
         """Send a wake-up to all peers that have proved themselves, but not by `origin`, the link by
-        which it came (None: this supervisor has begun it)."""
+        which it came; None for a wake-up that begins here."""
         for link in self._links():
             if link is not origin and link.task is not None:
                 link.send(wake=True)
 
     def _links(self) -> list[Link]:
+        """Return the links to the children and the parent, also those without a proof yet."""
         parent = self._parent  # the thread may drop it meanwhile
         return [*self._children, *([parent] if parent else [])]
 
     # --- the thread -------------------------------------------------------------------------
 
     def _serve(self) -> None:
-        """Listen, connect and pass wake-ups on until the process ends; the thread runs this. Where
-        the secret can't be read or no port is free, the thread ends, and there are no links."""
+        """Listen, connect and pass wake-ups on until the process ends; the thread runs this. After
+        an OSError, as where the secret can't be read or no port is free, all links are closed, and
+        `is_whole` stays False."""
         try:
             self._secret = patiently(self._place.attempt.secret.read_bytes)
             if self._task.children:
@@ -172,9 +177,9 @@ class PeerLinks:
                 self._connect_if_due()
                 for key, _ in self._selector.select(PAUSE_S):
                     if isinstance(key.data, Link):
-                        self._read(key.data)
+                        self._read_link(key.data)
                     else:
-                        self._accept(key.data)
+                        self._accept_child(key.data)
                 self._beat_if_due()
         except OSError:
             pass
@@ -185,8 +190,8 @@ class PeerLinks:
             self._selector.close()
 
     def _listen(self) -> None:
-        """Open a port for the children, and write its number to this supervisor's port file. Raises
-        OSError where one of the two fails."""
+        """Open a port for the children, and write its number to this supervisor's port file. Raise
+        OSError where either fails."""
         listener = listen_on_any_port()
         listener.setblocking(False)
         self._selector.register(listener, selectors.EVENT_READ, listener)
@@ -195,26 +200,27 @@ class PeerLinks:
 
     def _port_file(self, task: int) -> Path:
         """Return the path of the file with the port of the supervisor with the number `task`."""
-        rank = None if self._task.per_node == 1 else task
+        rank = None if self._task.per_node == 1 else task  # several on a node: one per rank
         return self._place.attempt.node(self._node_of(task), rank).peer_port
 
     def _node_of(self, task: int) -> str:
+        """Return the name of the node of the supervisor with the number `task`."""
         return self._place.nodes[task // self._task.per_node]
 
-    def _accept(self, listener: socket.socket) -> None:
+    def _accept_child(self, listener: socket.socket) -> None:
         """Accept a connection as a child's link and send it the link's `nonce`, which the other end
-        has to use in its proof. Close the connection at once where `STRANGERS` others are still
-        without a proof."""
+        has to use in its proof. Close the connection at once where `STRANGERS` other links still
+        lack a proof. A failed connection is passed over."""
         with suppress(OSError):
             connection, _ = listener.accept()
             if sum(link.task is None for link in self._children) >= STRANGERS:
                 connection.close()
                 return
-            link = self._add(connection)
+            link = self._add_link(connection)
             self._children.append(link)
             link.send(nonce=link.nonce)
 
-    def _add(self, connection: socket.socket) -> Link:
+    def _add_link(self, connection: socket.socket) -> Link:
         """Return a new link for a connection; `_serve` reads what comes by it from now on."""
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -223,9 +229,9 @@ class PeerLinks:
         return link
 
     def _connect_if_due(self) -> None:
-        """Try to connect to the parent, for `CONNECT_S` at most. Do nothing for a supervisor
-        without a parent, where it has the link, or where the pause after the last try is not
-        over."""
+        """Try to connect to the parent, for `CONNECT_S` at most, and begin the pause before the
+        next try. Do nothing for a supervisor that has no parent, or has the link already, and
+        before the pause after the last try is over. A failure is passed over."""
         parent, now = self._task.parent, time.monotonic()
         if parent is None or self._parent or now < self._connect_at:
             return
@@ -234,11 +240,11 @@ class PeerLinks:
         if isinstance(port, int):
             host = self._place.host_of(parent // self._task.per_node)
             with suppress(OSError):
-                self._parent = self._add(socket.create_connection((host, port), CONNECT_S))
+                self._parent = self._add_link(socket.create_connection((host, port), CONNECT_S))
 
-    def _read(self, link: Link) -> None:
-        """Read and act on a link's messages. Drop the link where it has ended, sends something that
-        is no message, or where its other end fails to prove itself."""
+    def _read_link(self, link: Link) -> None:
+        """Read and act on a link's messages. Drop the link where it has ended, brings something
+        that is no message, or where its other end fails to prove itself."""
         try:
             for message in link.receive():
                 if link.task is not None:
@@ -248,11 +254,12 @@ class PeerLinks:
         except BlockingIOError:
             return
         except (OSError, ValueError):
-            self._drop(link)
+            self._drop_link(link)
 
     def _act_on(self, link: Link, message: dict[str, Any]) -> None:
-        """At a wake-up, wake this supervisor and, at most once in `FORWARD_EVERY_S`, its other
-        peers. Ignore other messages: they only show that the link is there."""
+        """Act on a `message` of a proved `link`: at a wake-up wake this supervisor and, at most
+        once in `FORWARD_EVERY_S`, its other peers. Ignore other messages: they only show that the
+        link is there."""
         if message.get("wake") is not True:
             return
         self._woken.set()
@@ -261,8 +268,8 @@ class PeerLinks:
             self._wake_all_but(link)
 
     def _proves_itself(self, link: Link, message: dict[str, Any]) -> bool:
-        """Handle a message of a link whose other end is not proved yet, and answer it. Return False
-        where the other end does not know the secret, or is neither parent nor child.
+        """Answer a `message` of a `link` whose other end has not proved itself yet. Return False
+        where that does not know the secret, or is neither parent nor child.
 
         The parent sends its nonce; the child answers with its proof and a nonce of its own, and the
         parent with its proof. Once the other end is proved, the link gets its `task`, and this
@@ -283,12 +290,12 @@ class PeerLinks:
         if is_child:
             link.send(proof=self._proof(str(message.get("nonce")), self._task.index))
         link.task, self._retry_s = task, RETRY_S
-        self._woken.set()  # what has happened before is on the disk
+        self._woken.set()
         return True
 
     def _proof(self, nonce: str, task: int) -> str:
-        """Return the proof by which supervisor `task` shows that it knows the secret, for the
-        `nonce` that was sent to it."""
+        """Return the proof by which supervisor `task` shows that it knows the secret, in answer to
+        the `nonce` that was sent to it."""
         return hmac.new(self._secret, f"{nonce} {task}".encode(), "sha256").hexdigest()
 
     def _beat_if_due(self) -> None:
@@ -300,11 +307,11 @@ class PeerLinks:
         self._beat_at = now + BEAT_S
         for link in self._links():
             if now - link.heard_at > SILENCE_S:
-                self._drop(link)
+                self._drop_link(link)
             elif link.task is not None:
                 link.send()
 
-    def _drop(self, link: Link) -> None:
+    def _drop_link(self, link: Link) -> None:
         """Close and forget a link. If its other end was proved, wake this supervisor: the peer's
         node may be lost."""
         self._selector.unregister(link.socket)

@@ -14,10 +14,10 @@ class Signals:
     """Notes signals, and wakes the loop. A handler that did more could run at any moment."""
 
     def __init__(self) -> None:
-        """Handle the `NOTICE_SIGNALS` and SIGCHLD of this process from now on. Each also wakes
-        `wait`, by the process's wake-up descriptor. The `NOTICE_SIGNALS` are unblocked, since a dry
-        run starts this process with them blocked; their numbers are added to `seen`, which its
-        reader empties."""
+        """Handle the `NOTICE_SIGNALS` and SIGCHLD of this process from now on: each wakes `wait`,
+        by the process's wake-up descriptor, and the number of a notice signal is added to `seen`,
+        which its reader empties. The `NOTICE_SIGNALS` are unblocked, since a dry run starts this
+        process with them blocked."""
         self.seen: list[int] = []
         self._read, self._write = socket.socketpair()  # kept: the descriptors must stay open
         self._read.setblocking(False)
@@ -34,7 +34,7 @@ class Signals:
             self.seen.append(number)
 
     def wait(self, seconds: float) -> None:
-        """Sleep for `seconds`, or until a signal comes, also SIGCHLD. Return at once if one has
-        come since the last call."""
+        """Sleep for `seconds`, or until a signal comes, also SIGCHLD. Return at once if a signal
+        has come since the last call."""
         if select.select([self._read], [], [], seconds)[0]:
-            self._read.recv(4096)
+            self._read.recv(4096)  # a byte for each signal, written by Python

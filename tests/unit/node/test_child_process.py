@@ -14,7 +14,7 @@ import pytest
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.job.attempt_folder import AttemptFolder
 from hpc_ddp.node import child_process, supervisor
-from hpc_ddp.node.child_process import expand, split, torchrun_launch, worker_launch
+from hpc_ddp.node.child_process import fill_options, split_words, torchrun_launch, worker_launch
 from hpc_ddp.node.outcome import first_failure
 from hpc_ddp.node.outcome import oom as oom_module
 from hpc_ddp.node.supervisor import Supervisor
@@ -27,7 +27,7 @@ from unit.node.fakes import NoSignals, place_of
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    monkeypatch.setattr(oom_module, "kills", lambda: 0)
+    monkeypatch.setattr(oom_module, "count_kills", lambda: 0)
     return stop_clock(monkeypatch, supervisor, attempt_watch, log_offsets, first_failure)
 
 
@@ -51,7 +51,7 @@ def test_a_worker_gets_the_variables_of_torchrun(
     task: Callable[[int], Supervisor], attempt: AttemptFolder
 ) -> None:
     watcher = task(3)
-    env = watcher._env()
+    env = watcher._make_env()
     names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE"
     assert [env[name] for name in names.split()] == ["3", "1", "6", "2", "1", "3"]
     assert (env["MASTER_ADDR"], env["MASTER_PORT"]) == ("n1", "20001")
@@ -144,10 +144,10 @@ def test_a_port_that_was_taken_is_marked(
     watcher = task(rank)
     watcher.folder.rank_log(rank).write_text(f"Traceback (most recent call last):\n  x\n{error}\n")
     failure = {"rank": rank, "code": 1, "time": 1000.0, "error": error, "last_line": ""}
-    assert watcher._failures(1) == [failure]
+    assert watcher._collect_failures(1) == [failure]
     assert attempt.port_taken.exists() is is_taken
     watcher.folder.failures.write_text('{"agent": "no python"}')
-    assert watcher._failures(127) == [
+    assert watcher._collect_failures(127) == [
         {"rank": None, "code": 127, "time": 1000.0, "error": "no python", "last_line": ""}
     ]
 
@@ -194,14 +194,14 @@ def test_variables_are_filled_in_for_torchrun_and_not_for_the_script() -> None:
         "train.py",
         "--lr=$ID",
     ]
-    assert expand(words, {"ID": "7"}) == [*words[:4], "--rdzv-id=7", "--x=7", *words[6:]]
-    assert split(["--a=1", "train.py", "--b"]) == (["--a=1"], ["train.py", "--b"])
+    assert fill_options(words, {"ID": "7"}) == [*words[:4], "--rdzv-id=7", "--x=7", *words[6:]]
+    assert split_words(["--a=1", "train.py", "--b"]) == (["--a=1"], ["train.py", "--b"])
 
 
 @pytest.mark.parametrize(("option", "reason"), [("--x=$ID", "ID is not set"), ("--x=1$", "line 1")])
 def test_a_variable_that_is_not_set_is_named(option: str, reason: str) -> None:
     with pytest.raises(UsageError, match=reason):
-        expand(["python", "-u", "node.py", "elastic_agent", option, "train.py"], {})
+        fill_options(["python", "-u", "node.py", "elastic_agent", option, "train.py"], {})
 
 
 @pytest.mark.parametrize(

@@ -59,13 +59,13 @@ def test_a_third_signal_kills_the_supervisors(monkeypatch: pytest.MonkeyPatch) -
     children: Any = [Child(), Child()]
     local_run = _local(supervisors=children)
     for hurried in (False, False, True):
-        local_run._notify(signal.SIGTERM, None)
+        local_run._handle_signal(signal.SIGTERM, None)
         assert local_run.is_hurried == hurried
         if not hurried:
             clock.now += 0.6  # the second comes too soon: timeout(1) signals twice
     assert [child.calls for child in children] == [["terminate"]] * 2
     clock.now += 1.0
-    local_run._notify(signal.SIGINT, None)
+    local_run._handle_signal(signal.SIGINT, None)
     assert [child.calls for child in children] == [["terminate", "kill"]] * 2
 
 
@@ -139,7 +139,7 @@ def test_each_node_has_a_supervisor(
     local_run = _local(
         run=run, spec=job, nodes=nodes, command=["python", "-u", "node.py", "elastic_agent", "t.py"]
     )
-    environ = local_run._environ(attempt)
+    environ = local_run._make_environ(attempt)
     assert environ["HPC_DDP_END_TIME"] == ("1600" if end else "")
     assert (environ["HPC_DDP_HEAD"], environ["HPC_DDP_RDZV_ID"]) == ("127.0.0.1", "id-task-1.0")
     assert (environ["HPC_DDP_NNODES"], environ["HPC_DDP_RUN"]) == ("2", str(run.path))
@@ -220,7 +220,7 @@ def test_attempts_are_played_until_one_is_the_last(
 ) -> None:
     local_run = _local(notified=notified)
     verdicts = iter([Verdict(Cause.FAILED, action, "", number) for action, number in decided])
-    local_run.attempt = lambda: next(verdicts)  # type: ignore[method-assign]
+    local_run.run_attempt = lambda: next(verdicts)  # type: ignore[method-assign]
     assert local_run.play() == code
     assert next(verdicts, None) is None
 
@@ -271,22 +271,22 @@ def test_an_attempt_has_a_preflight_then_supervisors_then_a_verdict(
         calls.append("preflight")
         return {"ok": fit}
 
-    def judge(run: RunFolder, attempt: Any, environ: dict[str, str], **options: Any) -> Any:
+    def judge_attempt(run: RunFolder, attempt: Any, environ: dict[str, str], **options: Any) -> Any:
         calls.append(environ["HPC_DDP_ATTEMPT"])
         assert options == {"job": None, "goes_on": not local_run.notified}
         return "facts", Verdict(Cause.FINISHED, Action.NONE, "", 0)
 
-    monkeypatch.setattr(driver, "examine", examine)
-    monkeypatch.setattr(driver, "conclude", lambda run, attempt, result: result["ok"])
-    monkeypatch.setattr(dry_run, "judge", judge)
+    monkeypatch.setattr(driver, "examine_nodes", examine)
+    monkeypatch.setattr(driver, "record_outcome", lambda run, attempt, result: result["ok"])
+    monkeypatch.setattr(dry_run, "judge_attempt", judge_attempt)
     monkeypatch.setattr(local_run, "_supervise", lambda environ: calls.append("supervise"))
-    assert local_run.attempt() == Verdict(Cause.FINISHED, Action.NONE, "", 0)
+    assert local_run.run_attempt() == Verdict(Cause.FINISHED, Action.NONE, "", 0)
     assert calls == [*expected, "0"]
     (event,) = raw_events(run.path)
     assert (event["event"], event["nodes"]) == ("started", ["local-0", "local-1"])
     assert event["pid"] == os.getpid()
     local_run.notified = False
-    local_run.attempt()  # that of the same process before it is over
+    local_run.run_attempt()  # that of the same process before it is over
     assert calls[-1] == "1"
 
 
@@ -310,9 +310,9 @@ def test_a_script_that_names_a_gpu_is_told_that_there_is_none(
     local_run = DryRun(_run(tmp_path), ["python", "t.py"])
     facts = SimpleNamespace(failure=Failure(0, "local-0", 1, 0.0, error))
     verdict = Verdict(Cause.FAILED, Action.GIVE_UP, "", 1)
-    monkeypatch.setattr(dry_run, "judge", lambda *args, **options: (facts, verdict))
+    monkeypatch.setattr(dry_run, "judge_attempt", lambda *args, **options: (facts, verdict))
     monkeypatch.setattr(local_run, "_supervise", lambda environ: None)
-    assert local_run.attempt() == verdict
+    assert local_run.run_attempt() == verdict
     assert ("a dry run has CPUs and gloo only" in capfd.readouterr().err) == is_said
 
 
@@ -347,7 +347,7 @@ def test_an_attempt_beyond_the_budget_does_not_begin(
     monkeypatch.setattr(RunFolder, "gpu_hours", lambda run, gpus, now=None: 5.0)
     run = _run(tmp_path, budget_gpu_hours=4.0)
     with pytest.raises(HpcDdpError, match="GPU"):
-        DryRun(run, ["python", "t.py"]).attempt()
+        DryRun(run, ["python", "t.py"]).run_attempt()
     assert not run.attempts()
 
 
@@ -359,7 +359,7 @@ def test_a_run_that_another_process_plays_is_refused(
         owner = {**process.identity(), "pid": child.pid, "began": process._began(child.pid)}
         run.claim_attempt(owner, lambda identity: False)
         with pytest.raises(HpcDdpError, match="is already being run"):
-            DryRun(run, ["python", "t.py"]).attempt()
+            DryRun(run, ["python", "t.py"]).run_attempt()
         child.kill()
 
 
@@ -511,7 +511,7 @@ def test_an_error_of_a_dry_run_has_its_hint(
     def refuse(*_: object) -> None:
         raise UsageError("the budget is used up", hint="--max-gpu-hours 3")
 
-    monkeypatch.setattr(dry_run, "check_budget", refuse)
+    monkeypatch.setattr(dry_run, "enforce_budget", refuse)
     assert dry_run.main(["python", "train.py"]) == UsageError.exit_code
     assert "used up\nhpc-ddp: hint: --max-gpu-hours 3" in capfd.readouterr().err
 
@@ -535,7 +535,7 @@ def test_a_copy_is_brought_until_a_notice(
 ) -> None:
     run = RunFolder(tmp_path / "name" / "run").make()
     local_run = _local(run=run, command=["python"], notified=is_notified)
-    assert local_run._bring({}) == ""
+    assert local_run._unpack_parcel({}) == ""
     (run.path / "stage").mkdir()
     (run.path / "stage" / "label").write_text("part tree-1 1 1\n")
     if tool:
@@ -543,9 +543,9 @@ def test_a_copy_is_brought_until_a_notice(
         (tmp_path / "timeout").chmod(0o755)
     path = f"{tmp_path}:{os.environ['PATH']}" if tool else str(tmp_path)
     monkeypatch.setenv("PATH", path)
-    assert local_run._bring({"PATH": path}) == expected
+    assert local_run._unpack_parcel({"PATH": path}) == expected
     run.unstaged.touch()
-    assert local_run._bring({"PATH": path}) == ""
+    assert local_run._unpack_parcel({"PATH": path}) == ""
 
 
 def test_an_attempt_that_can_not_go_on_leaves_no_copy(
@@ -559,5 +559,5 @@ def test_an_attempt_that_can_not_go_on_leaves_no_copy(
         run=run, spec=JobSpec.from_json(run.job_json.read_bytes()), nodes=["local-0"]
     )
     with pytest.raises(OSError, match="space"):
-        local_run.attempt()
+        local_run.run_attempt()
     assert calls == ["remove"]

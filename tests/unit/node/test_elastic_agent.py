@@ -34,7 +34,7 @@ class LeftError(Exception):
 
 
 def test_dollars_are_doubled_for_torchrun() -> None:
-    assert agent.escape(["a$b", "${x}", "c"]) == ["a$$b", "$${x}", "c"]
+    assert agent.escape_dollars(["a$b", "${x}", "c"]) == ["a$$b", "$${x}", "c"]
 
 
 def test_torchrun_outlives_the_signals_of_a_notice(monkeypatch: pytest.MonkeyPatch) -> None:

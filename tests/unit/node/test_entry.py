@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from hpc_ddp.node.outcome.first_failure import from_record
+from hpc_ddp.node.outcome.first_failure import read_failures
 
 ENTRY = Path(__file__).parents[3] / "hpc_ddp/node/entry.py"
 PART = """
@@ -88,5 +88,5 @@ def test_an_old_python_says_so_where_the_verdict_reads_it(
     if "agent" in record:
         assert record == {"agent": error}
     else:
-        (failure,) = from_record(record)
+        (failure,) = read_failures(record)
         assert str(failure) == f"torchrun on n1: {error}"

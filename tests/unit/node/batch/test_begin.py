@@ -302,7 +302,7 @@ def test_exported_values_survive_a_shell() -> None:
     assert done.stdout == "a b'$(x)|"
 
 
-@pytest.mark.parametrize("name", ["check_budget", "check_silent_ends"])
+@pytest.mark.parametrize("name", ["enforce_budget", "limit_silent_ends"])
 def test_a_start_waits_for_its_disk(
     controller: Slurm, run: RunFolder, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

@@ -19,13 +19,13 @@ from hpc_ddp.core.errors import HpcDdpError
 from hpc_ddp.core.job.attempt_folder import AttemptFolder
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node.outcome import end_step
-from hpc_ddp.node.outcome.end_step import ENDED_S, KEPT_S, guard
+from hpc_ddp.node.outcome.end_step import ENDED_S, KEPT_S, guard_step
 from unit.fakes import Clock, stop_clock
 from unit.node.batch.fakes import step_environ, write_record
 
 
 class StopGuardError(Exception):
-    """The end of a guard that would look on for ever."""
+    """The end of a guard_step that would look on for ever."""
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 @pytest.fixture
 def kills(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> list[tuple[float, str]]:
-    """The moments and reasons of kills; the guard ends with the first, or after an hour."""
+    """The moments and reasons of kills; the guard_step ends with the first, or after an hour."""
     moments: list[tuple[float, str]] = []
 
     def kill(shell: int, why: str) -> None:
@@ -56,7 +56,7 @@ def kills(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> list[tuple[float, st
 
 def run_guard(run: RunFolder, **environ: str) -> None:
     with pytest.raises(StopGuardError):
-        guard(step_environ(run, **environ), 77)
+        guard_step(step_environ(run, **environ), 77)
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def answer(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
             left_s = end - min(clock.now, ended_at)
             return SimpleNamespace(left_s=left_s, state=state, preempted=preempted)
 
-        monkeypatch.setattr(end_step, "ask", ask)
+        monkeypatch.setattr(end_step, "ask_about_job", ask)
 
     return set_answer
 
@@ -181,11 +181,11 @@ def test_only_launchers_of_the_batch_script_are_killed(
 
 def test_the_environment_is_that_of_the_attempt(run: RunFolder, attempt: AttemptFolder) -> None:
     env = AttemptEnv.from_env(step_environ(run, HPC_DDP_END_TIME="500"))
-    assert end_step._end(env) == 500.0
+    assert end_step._end_time(env) == 500.0
     attempt.end_time.write_text("900")
-    assert end_step._end(env) == 900.0
+    assert end_step._end_time(env) == 900.0
     attempt.end_time.unlink()
-    assert end_step._end(AttemptEnv.from_env(step_environ(run, HPC_DDP_END_TIME=""))) == float(
+    assert end_step._end_time(AttemptEnv.from_env(step_environ(run, HPC_DDP_END_TIME=""))) == float(
         "inf"
     )
 
@@ -202,5 +202,5 @@ def test_a_guard_of_a_job_that_can_not_be_read_ends_with_a_sentence(
     run.job_json.unlink()
     if content:
         run.job_json.write_bytes(content)
-    guard(step_environ(run), 77)
+    guard_step(step_environ(run), 77)
     assert "is not ended before the time limit: " in capfd.readouterr().err

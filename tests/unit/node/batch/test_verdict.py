@@ -13,9 +13,9 @@ from hpc_ddp.core.journal.events import VerdictGiven
 from hpc_ddp.core.journal.journal import last_event
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node import batch
-from hpc_ddp.node.batch import verdict
+from hpc_ddp.node.batch import give_verdict
 from hpc_ddp.node.outcome import end_step
-from hpc_ddp.node.outcome.gather_facts import judge
+from hpc_ddp.node.outcome.gather_facts import judge_attempt
 from hpc_ddp.slurm_text import Job
 from tests.raw_events import raw, raw_events
 from unit.fakes import Clock, Slurm
@@ -27,7 +27,7 @@ def test_a_good_end_is_finished(
 ) -> None:
     for node in ("n1", "n2"):
         write_record(attempt, node)
-    assert verdict(step_environ(run)) == 0
+    assert give_verdict(step_environ(run)) == 0
     (event,) = raw_events(run.path)
     assert (event["cause"], event["action"], event["why"], event["exit_code"]) == (
         *("finished", "none", ""),
@@ -45,7 +45,7 @@ def test_an_error_of_the_script_is_given_up(
     failure = {"rank": 3, "code": 4, "time": 1.0, "error": "ValueError: x"}
     write_record(attempt, "n1", code=1)
     write_record(attempt, "n2", code=1, failures=[failure])
-    assert verdict(step_environ(run)) == 4
+    assert give_verdict(step_environ(run)) == 4
     (event,) = raw_events(run.path)
     assert (event["cause"], event["action"], event["exit_code"]) == ("failed", "give up", 4)
     assert (event["rank"], event["node"], event["error"]) == (3, "n2", "ValueError: x")
@@ -80,7 +80,7 @@ def test_a_lost_node_is_kept_off_the_requeued_job(
     if saved:
         run.journal("rank-0").write(raw("checkpoint", step=step))
     write_record(attempt, "n1")
-    assert verdict(step_environ(run)) == 0
+    assert give_verdict(step_environ(run)) == 0
     (event,) = [event for event in raw_events(run.path) if event["event"] == "verdict"]
     assert (event["cause"], event["bad_nodes"], event["then"]) == ("node lost", ["n2"], then)
     assert printed == [
@@ -115,7 +115,7 @@ def test_marks_on_disk_and_slurms_state_decide(
         run.cancelled.touch()
     if "superseded" in marks:
         run.claim_attempt({}, lambda identity: False)
-    verdict(step_environ(run))
+    give_verdict(step_environ(run))
     assert raw_events(run.path)[0]["cause"] == cause
     assert printed == [text]
 
@@ -124,7 +124,7 @@ def test_slurm_is_not_asked_for_nodes_without_a_job(
     run: RunFolder, attempt: AttemptFolder, slurm_commands: Slurm
 ) -> None:
     slurm_commands.answer("sinfo", "n1|down\nn2|down\n")
-    facts, decided = judge(run, attempt, step_environ(run), None)
+    facts, decided = judge_attempt(run, attempt, step_environ(run), None)
     assert (facts.lost_nodes, decided.cause) == ([], "node lost")
     assert slurm_commands.calls("sinfo") == []
 
@@ -150,7 +150,7 @@ def test_a_step_that_slurm_has_ended_for_memory_is_no_lost_node(
 ) -> None:
     """Under OOMKillStep the supervisors die with their workers; a leak would come for ever."""
     run.slurm_out.write_text(output)
-    _, decided = judge(run, attempt, step_environ(run), None)
+    _, decided = judge_attempt(run, attempt, step_environ(run), None)
     assert decided.why.startswith(why)
     assert decided.cause == ("failed" if "memory" in why else "node lost")
 
@@ -174,7 +174,7 @@ def test_one_silent_node_of_many_is_kept_off(
             write_record(attempt, node, notice="SIGTERM")
     slurm_commands.answer("sinfo")
     job = Job("RUNNING", "None", 0, None, None)
-    facts, decided = judge(run, attempt, step_environ(run), job)
+    facts, decided = judge_attempt(run, attempt, step_environ(run), job)
     assert (decided.cause, decided.action) == ("node lost", "requeue")
     assert facts.bad_nodes == bad_nodes
     (event,) = [event for event in raw_events(run.path) if event["event"] == "verdict"]
@@ -189,7 +189,7 @@ def test_a_task_of_an_array_that_slurm_has_ended_for_memory_is_no_lost_node(
     task.job_json.write_text(run.job_json.read_text())
     claimed = task.claim_attempt({"job_id": "7", "nodes": ["n1"]}, lambda identity: False)
     (run.logs / "slurm-3.out").write_text(DETECTED.format(0))
-    _, decided = judge(task, claimed, step_environ(task), None)
+    _, decided = judge_attempt(task, claimed, step_environ(task), None)
     assert decided.why.startswith("a process on n1: out of memory")
 
 
@@ -217,7 +217,7 @@ def test_each_call_of_the_batch_script(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     guarded: list[int] = []
-    monkeypatch.setattr(end_step, "guard", lambda environ, shell: guarded.append(shell))
+    monkeypatch.setattr(end_step, "guard_step", lambda environ, shell: guarded.append(shell))
     assert call("begin") == 0
     assert "export HPC_DDP_ATTEMPT=0\n" in capsys.readouterr().out
     attempt = run.attempt(0)
@@ -311,6 +311,6 @@ def test_the_last_event_of_an_attempt_is_its_verdict(
     run.journal("rank-0").write(raw("finished", step=3))
     for node in ("n1", "n2"):
         write_record(attempt, node)
-    verdict(step_environ(run))
+    give_verdict(step_environ(run))
     assert last_event(run.events(), VerdictGiven) == run.events()[-1]
     assert raw_events(run.path)[-1]["step"] == 3

@@ -12,7 +12,7 @@ import pytest
 from hpc_ddp.core.job.attempt_folder import AttemptFolder
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node import batch
-from hpc_ddp.node.batch import next_port, warned
+from hpc_ddp.node.batch import give_warning, next_port
 from unit.fakes import Clock
 from unit.node.batch.fakes import step_environ
 
@@ -33,7 +33,7 @@ def limits(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> Callable[..., list[
             left_s = end - clock.now
             return SimpleNamespace(end_time=end, left_s=left_s, preempted=is_preempted)
 
-        monkeypatch.setattr(batch, "ask", ask)
+        monkeypatch.setattr(batch, "ask_about_job", ask)
         return asked_at
 
     return set_limits
@@ -61,7 +61,7 @@ def test_a_warning_is_passed_on_in_time(
     slept: float,
 ) -> None:
     limits(is_preempted, _0=None if end_in is None else clock.now + end_in)
-    warned(step_environ(run, HPC_DDP_WARN_S=warn_s))
+    give_warning(step_environ(run, HPC_DDP_WARN_S=warn_s))
     assert attempt.notice.read_text() == word
     assert sum(clock.slept) == pytest.approx(slept)
 
@@ -85,7 +85,7 @@ def test_the_end_time_is_queried_repeatedly(
 ) -> None:
     clock.now = 0.0
     asked_at = limits(_0=86_400.0, _20000=later, _300000=300_050.0)
-    batch.watch(step_environ(run, HPC_DDP_WARN_S="60", HPC_DDP_END_TIME="86400"))
+    batch.watch_end_time(step_environ(run, HPC_DDP_WARN_S="60", HPC_DDP_END_TIME="86400"))
     if last is None:  # until there is a limit again
         assert attempt.end_time.read_text() == "300050"
         return
@@ -99,7 +99,7 @@ def test_a_later_time_limit_is_used(
 ) -> None:
     clock.now = 0.0
     limits(_0=math.inf, _5000=9000.0)
-    batch.watch(step_environ(run, HPC_DDP_WARN_S="60", HPC_DDP_END_TIME=""))
+    batch.watch_end_time(step_environ(run, HPC_DDP_WARN_S="60", HPC_DDP_END_TIME=""))
     assert attempt.end_time.read_text() == "9000"
     assert clock.now == pytest.approx(8940.0)
 
@@ -112,7 +112,7 @@ def test_the_end_of_an_interrupted_run_is_not_put_off(
     limits(_0=9000.0)
     attempt.notice.write_text("interrupted")
     attempt.end_time.write_text("60")
-    batch.watch(step_environ(run, HPC_DDP_WARN_S="5", HPC_DDP_END_TIME="300"))
+    batch.watch_end_time(step_environ(run, HPC_DDP_WARN_S="5", HPC_DDP_END_TIME="300"))
     assert attempt.end_time.read_text() == "60"
 
 
@@ -121,7 +121,7 @@ def test_a_warning_that_came_before_the_limit_was_extended_waits(
 ) -> None:
     clock.now = 80.0
     limits(_0=150.0, _85=1150.0)
-    warned(step_environ(run, HPC_DDP_WARN_S="60", HPC_DDP_END_TIME="150"))
+    give_warning(step_environ(run, HPC_DDP_WARN_S="60", HPC_DDP_END_TIME="150"))
     assert clock.now == pytest.approx(1090.0)
     assert attempt.end_time.read_text() == "1150"
     assert attempt.notice.read_text() == "warning signal"

@@ -194,7 +194,7 @@ def test_a_node_that_is_done_closes_the_rendezvous(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(
         "torch.distributed.elastic.rendezvous.registry.get_rendezvous_handler", None
     )
-    fixed_rendezvous.patch(0, ["n1", "n2"], b"")
+    fixed_rendezvous.patch_torchrun(0, ["n1", "n2"], b"")
     rendezvous = SimpleNamespace(shutdown=lambda: calls.append("close"))
     group = SimpleNamespace(spec=SimpleNamespace(rdzv_handler=rendezvous))
     wait: Any = SimpleElasticAgent._exit_barrier

@@ -24,8 +24,8 @@ fd000000000000000000000000000001 03 40 00 80      ib0
 
 
 def test_a_node_alone_is_reached_by_loopback() -> None:
-    assert network.reach(["n1"], 0, "-ib") == "127.0.0.1"
-    assert network.reach(["n1", "n2"], 1, "-ib") == "n2-ib"
+    assert network.reachable_name(["n1"], 0, "-ib") == "127.0.0.1"
+    assert network.reachable_name(["n1", "n2"], 1, "-ib") == "n2-ib"
 
 
 def test_a_name_is_looked_up_until_a_name_server_answers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,7 +46,7 @@ class Node:
 
     def begin(self, **environ: str) -> dict[str, str]:
         place = place_of(self.attempt, index=self.index)
-        return tracker_lookup.begin(place, self.rank, self.environ | environ)
+        return tracker_lookup.start_lookups(place, self.rank, self.environ | environ)
 
     def answer(self, **environ: str) -> dict[str, str]:
         """Return the answer that the workers read."""

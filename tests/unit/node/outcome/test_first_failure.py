@@ -18,9 +18,9 @@ from hpc_ddp.node.outcome.first_failure import (
     abort_reason,
     early_exits,
     first_cause,
-    from_record,
     journaled_error,
     last_exception,
+    read_failures,
     reason_of,
 )
 from hpc_ddp.node.workers.worker import AGAIN
@@ -118,11 +118,11 @@ def test_a_worker_killed_by_its_supervisor_is_not_the_cause(killed: bool, code: 
     common = {"time": 1.0, "error": ""}
     failures = [{"rank": 0, "code": -9, **common}, {"rank": 1, "code": 1, **common}]
     record = {"node": "n", "torn_down": "n2", "killed": killed, "failures": failures}
-    assert from_record(record) == [_failure(0, code, time=1.0), _failure(1, 1, time=1.0)]
+    assert read_failures(record) == [_failure(0, code, time=1.0), _failure(1, 1, time=1.0)]
 
 
 def test_a_record_of_a_good_end_has_no_failures() -> None:
-    assert from_record({"node": "n", "torn_down": None}) == []
+    assert read_failures({"node": "n", "torn_down": None}) == []
 
 
 def test_a_failure_names_rank_node_and_error() -> None:

@@ -31,11 +31,11 @@ def test_a_submit_counts_ends_without_a_verdict_anew(run: RunFolder) -> None:
     for _ in range(12):
         run.claim_attempt({}, lambda identity: False)
     with pytest.raises(HpcDdpError, match="12 attempts in a row ended without a verdict"):
-        gather_facts.check_silent_ends(run, spec)
+        gather_facts.limit_silent_ends(run, spec)
     run.journal("submit").write(Submitted(first_attempt=12))
-    gather_facts.check_silent_ends(run, spec)
+    gather_facts.limit_silent_ends(run, spec)
     run.claim_attempt({}, lambda identity: False)
-    gather_facts.check_silent_ends(run, spec)
+    gather_facts.limit_silent_ends(run, spec)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_preemptions_before_the_first_process_are_no_crashes(
     monkeypatch.setattr(slurm, "starts_in_accounting", table.__getitem__)
     spec = JobSpec("train.py", max_requeues=max_requeues)
     with pytest.raises(HpcDdpError, match=why) if why else nullcontext():
-        gather_facts.check_silent_ends(run, spec)
+        gather_facts.limit_silent_ends(run, spec)
 
 
 @pytest.mark.parametrize(("begins", "why"), [(False, None), (True, "12 attempts in a row")])
@@ -78,7 +78,7 @@ def test_boots_in_vain_are_no_crashes(run: RunFolder, begins: bool, why: str | N
         if begins:
             attempt.node("n2").path.mkdir()
     with pytest.raises(HpcDdpError, match=why) if why else nullcontext():
-        gather_facts.check_silent_ends(run, JobSpec("train.py", nodes=2))
+        gather_facts.limit_silent_ends(run, JobSpec("train.py", nodes=2))
 
 
 def test_fixed_code_has_its_budgets_anew(run: RunFolder) -> None:

@@ -71,7 +71,7 @@ def test_a_controller_that_refuses_names_no_node(slurm_commands: Slurm) -> None:
 def ended(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str]]:
     """The environments that verdicts were given in."""
     environs: list[dict[str, str]] = []
-    monkeypatch.setattr(batch, "verdict", environs.append)
+    monkeypatch.setattr(batch, "give_verdict", environs.append)
     return environs
 
 
@@ -89,7 +89,7 @@ def test_the_first_node_that_is_left_gives_the_verdict(
 ) -> None:
     _answer(slurm_commands, remaining=remaining)
     slurm_commands.answer("scancel")
-    head_failover.decide(_place(attempt, index), ENVIRON, lambda: False)
+    head_failover.take_over_verdict(_place(attempt, index), ENVIRON, lambda: False)
     assert ended == ([ENVIRON] if ends else [])
     assert slurm_commands.calls("scancel") == ([["7"]] if ends else [])  # no shell ends it
     assert clock.slept == []
@@ -103,7 +103,7 @@ def test_a_job_that_its_verdict_has_requeued_is_not_cancelled(
 ) -> None:
     remaining = iter([["n2"], []])
     monkeypatch.setattr(head_failover, "_nodes_left", lambda environ: next(remaining))
-    head_failover.decide(_place(attempt), ENVIRON, lambda: False)
+    head_failover.take_over_verdict(_place(attempt), ENVIRON, lambda: False)
     assert ended == [ENVIRON]
     assert slurm_commands.calls("scancel") == []
 
@@ -118,10 +118,10 @@ def test_slurms_list_of_nodes_is_awaited(
     remaining: str,
 ) -> None:
     _answer(slurm_commands, remaining=remaining)
-    head_failover.decide(_place(attempt), ENVIRON, lambda: clock.now >= 1100)
+    head_failover.take_over_verdict(_place(attempt), ENVIRON, lambda: clock.now >= 1100)
     assert (clock.now, ended) == (1100.0, [])
     monkeypatch.setattr(head_failover, "PATIENCE_S", 200.0)
-    head_failover.decide(_place(attempt), ENVIRON, lambda: False)
+    head_failover.take_over_verdict(_place(attempt), ENVIRON, lambda: False)
     assert (clock.now, ended) == (1300.0, [])
 
 
@@ -141,7 +141,7 @@ def test_supervisors_that_can_not_decide_do_not_wait(
         attempt.node("n1").path.mkdir()
         attempt.node("n1").record.touch()
     environ = {} if why == "no Slurm" else ENVIRON
-    head_failover.decide(place, environ, lambda: why == "told")
+    head_failover.take_over_verdict(place, environ, lambda: why == "told")
     assert (ended, clock.slept) == ([], [])
 
 
@@ -180,7 +180,7 @@ def test_few_nodes_look_for_the_first_one(
             started.append(self.target)
 
     monkeypatch.setattr(threading, "Thread", Thread)
-    lost = head_failover.watch(_place(attempt, index), environ)
+    lost = head_failover.watch_head(_place(attempt, index), environ)
     assert bool(started) is watches
     assert not lost.is_set()
     for look in started:
@@ -194,7 +194,7 @@ def test_a_first_node_that_is_there_is_looked_for_again(
     answers = iter([["n1", "n2"], [], ["n1"], ["n2"]])
     monkeypatch.setattr(head_failover, "ASK_EVERY_S", 0.0)
     monkeypatch.setattr(head_failover, "_nodes_left", lambda environ: next(answers))
-    assert head_failover.watch(_place(attempt), dict(os.environ, **ENVIRON)).wait(60)
+    assert head_failover.watch_head(_place(attempt), dict(os.environ, **ENVIRON)).wait(60)
     assert next(answers, None) is None
 
 
@@ -204,7 +204,7 @@ def test_a_verdict_that_fails_leaves_no_job_without_a_shell(
     def refuse(environ: dict[str, str]) -> int:
         raise HpcDdpError("the run's job.json is broken")
 
-    monkeypatch.setattr(batch, "verdict", refuse)
+    monkeypatch.setattr(batch, "give_verdict", refuse)
     monkeypatch.setattr(head_failover, "_nodes_left", lambda environ: ["n2"])
     slurm_commands.answer("scancel", err="Access denied", code=1)
     head_failover._end_job({"SLURM_JOB_ID": "7"})

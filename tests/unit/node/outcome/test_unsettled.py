@@ -15,9 +15,9 @@ from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.journal.enums import Action, Cause
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node.outcome import requeue
-from hpc_ddp.node.outcome.chain import check_wanted, is_link
+from hpc_ddp.node.outcome.chain import admit_job, is_link
 from hpc_ddp.node.outcome.gather_facts import since_submit
-from hpc_ddp.node.outcome.requeue import ask_settled
+from hpc_ddp.node.outcome.requeue import await_settled_job
 from hpc_ddp.node.outcome.verdict import AttemptFacts, decide
 from hpc_ddp.slurm_text import Job
 from tests.raw_events import typed
@@ -64,7 +64,7 @@ def test_a_suspended_job_is_asked_for_until_it_runs(
     clock = stop_clock(monkeypatch, requeue)
     for state in ("SUSPENDED", "SUSPENDED", "CONFIGURING", "RUNNING"):
         slurm_commands.answer("scontrol", f"   JobState={state} Reason=None\n")
-    job = ask_settled("7")
+    job = await_settled_job("7")
     assert job
     assert job.state == "RUNNING"
     assert clock.slept == [requeue.PAUSE_S] * 3
@@ -109,10 +109,10 @@ def test_a_forgotten_job_is_in_the_accounting_or_not_followed(
     slurm_commands.answer("sacct", f"{state}|None|0:15|n1|x\n" if state else "")
     words = "was cancelled, or given up" if state else "is not known any more"
     if goes_on:
-        check_wanted(run, restarts=0, is_link=True, job=JobRef("8"))
+        admit_job(run, restarts=0, is_link=True, job=JobRef("8"))
         return
     with pytest.raises(HpcDdpError, match=words) as raised:
-        check_wanted(run, restarts=0, is_link=True, job=JobRef("8"))
+        admit_job(run, restarts=0, is_link=True, job=JobRef("8"))
     assert state or "hpc-ddp submit --run" in str(raised.value.hint)
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hpc_ddp.node.preflight import bandwidth
-from hpc_ddp.node.preflight.bandwidth import Meter, measure, partner
+from hpc_ddp.node.preflight.bandwidth import Meter, measure_links, partner
 from unit.fakes import Clock
 from unit.node.preflight.fakes import Lines
 
@@ -157,18 +157,18 @@ class FakeMeter:
 
 def test_speeds_are_reported(lines: Lines) -> None:
     meter: Any = FakeMeter()
-    measure(meter, ["n1", "n2", "n3"], 0, 1)
+    measure_links(meter, ["n1", "n2", "n3"], 0, 1)
     assert meter.peers == [1, 2]
     assert meter.counts == [1, bandwidth.ALL_REDUCE_ELEMENTS]
     assert lines() == [{"values": {"exchange_mb_s": 99.1, "all_reduce_mb_s": 7.8}}]
     wrong: Any = FakeMeter(right=False)
-    measure(wrong, ["n1", "n2"], 0, 1)
+    measure_links(wrong, ["n1", "n2"], 0, 1)
     assert lines()[-1] == {"fault": "bandwidth", "why": "the sum of an all-reduce is wrong here"}
 
 
 def test_trouble_in_an_exchange_is_reported_with_its_turn(lines: Lines) -> None:
     meter: Any = FakeMeter(broken=2)
-    measure(meter, ["n1", "n2", "n3"], 0, 1)
+    measure_links(meter, ["n1", "n2", "n3"], 0, 1)
     why = "no exchange with n3: Connection reset"
     assert lines() == [{"trouble": "n3", "check": "bandwidth", "why": why, "turn": 2}]
 
@@ -195,7 +195,7 @@ def test_a_dead_link_is_named_where_an_all_reduce_fails_on_all_nodes(
         monkeypatch.setenv(name, "1")
     group = RUN._replace(members=["n1", "n2", "n3"], device=device, first=1)
     server: Any = SimpleNamespace(detach=lambda: 7)
-    bandwidth.run(fake, "n2", server, group)
+    bandwidth.measure_group(fake, "n2", server, group)
     trouble, stage = lines()
     assert (trouble["trouble"], trouble["check"]) == ("n3", "bandwidth")
     assert stage == {"stage": "exchange"}
@@ -249,9 +249,9 @@ RUN = bandwidth.Group(["n2", "n1"], "h", 5, "cpu", first=3, timeout_s=60.0)
 
 def test_members_join_and_measure(lines: Lines, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(bandwidth, "join", lambda *words: words)
-    monkeypatch.setattr(bandwidth, "measure", lambda *words: calls.append(words))
-    bandwidth.run("torch", "n1", "server", RUN)  # type: ignore[arg-type]
+    monkeypatch.setattr(bandwidth, "join_group", lambda *words: words)
+    monkeypatch.setattr(bandwidth, "measure_links", lambda *words: calls.append(words))
+    bandwidth.measure_group("torch", "n1", "server", RUN)  # type: ignore[arg-type]
     assert calls == [(("torch", "server", RUN, 1), ["n2", "n1"], 1, 3)]
     assert lines() == [{"stage": "exchange"}]
 
@@ -266,8 +266,8 @@ def test_a_process_group_that_breaks_is_reported(
     def refuse(*words: Any) -> None:
         raise error
 
-    monkeypatch.setattr(bandwidth, "join", refuse)
-    bandwidth.run("torch", "n1", "server", RUN)  # type: ignore[arg-type]
+    monkeypatch.setattr(bandwidth, "join_group", refuse)
+    bandwidth.measure_group("torch", "n1", "server", RUN)  # type: ignore[arg-type]
     assert lines() == [{"values": {"exchange_error": why}}, {"stage": "exchange"}]
 
 
@@ -303,7 +303,7 @@ def test_the_members_join(
         monkeypatch.setenv(name, "")  # so that it is as before after the test
         monkeypatch.delenv(name)
     server: Any = SimpleNamespace(detach=lambda: 7)
-    bandwidth.join(fake, server, RUN._replace(device=device), rank)
+    bandwidth.join_group(fake, server, RUN._replace(device=device), rank)
     assert os.environ["TORCH_NCCL_BLOCKING_WAIT"] == "1"
     assert os.environ["TORCH_GLOO_LAZY_INIT"] == "1"  # else each connects to each other
     bound = {"device_id": torch.device("cuda", 0)} if device == "cuda" else {}

@@ -14,7 +14,7 @@ from hpc_ddp.node.preflight.blame import (
     blame_pairs,
     blame_slow,
     blame_torch,
-    cover,
+    find_culprits,
     outcome,
 )
 from hpc_ddp.node.preflight.links import partners
@@ -63,7 +63,7 @@ def test_messages_of_a_node_add_up() -> None:
     ],
 )
 def test_the_fewest_nodes_are_blamed(pairs: str, covering: str) -> None:
-    assert cover([(pair[0], pair[1]) for pair in pairs.split()]) == set(covering)
+    assert find_culprits([(pair[0], pair[1]) for pair in pairs.split()]) == set(covering)
 
 
 @pytest.mark.parametrize("count", [12, 32, 1024])
@@ -72,7 +72,7 @@ def test_bad_nodes_among_many_are_blamed_and_no_others(count: int) -> None:
     nodes = [f"n{index}" for index in range(count)]
     bad = {nodes[1], nodes[2], nodes[count // 2]}
     pairs = [(node, peer) for node in nodes for peer in partners(nodes, node)]
-    assert cover([pair for pair in pairs if bad & set(pair)]) == bad
+    assert find_culprits([pair for pair in pairs if bad & set(pair)]) == bad
 
 
 def test_a_link_that_is_cut_names_its_node() -> None:

@@ -48,38 +48,38 @@ def interfaces(monkeypatch: pytest.MonkeyPatch) -> dict[str, str | None]:
 def test_the_interface_has_an_address(
     interfaces: dict[str, str | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert checks.interface(_place()) == {"interface": "eth0", "address": "10.0.0.1"}
+    assert checks.check_interface(_place()) == {"interface": "eth0", "address": "10.0.0.1"}
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    assert checks.interface(_place()) == {"interface": "lo", "address": "127.0.0.1"}
+    assert checks.check_interface(_place()) == {"interface": "lo", "address": "127.0.0.1"}
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
     with pytest.raises(UnfitError, match="the interface ib0 has no address"):
-        checks.interface(_place())
+        checks.check_interface(_place())
     monkeypatch.setattr(network, "has_ipv6", lambda name: name == "ib0")
-    assert checks.interface(_place()) == {"interface": "ib0", "address": None}
+    assert checks.check_interface(_place()) == {"interface": "ib0", "address": None}
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib1")
     with pytest.raises(UnfitError, match="there is no interface 'ib1', only lo, eth0, ib0"):
-        checks.interface(_place())
+        checks.check_interface(_place())
 
 
 def test_only_a_node_among_others_needs_an_interface(
     interfaces: dict[str, str | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Place, "chosen_interface", None)
-    assert checks.interface(_place("n1")) == {}
+    assert checks.check_interface(_place("n1")) == {}
     with pytest.raises(UnfitError, match="no interface leads to n2"):
-        checks.interface(_place())
+        checks.check_interface(_place())
 
 
 def test_the_interconnect_is_checked_on_several_nodes_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    result = [fabric_lookup.Found("infiniband", ("a", "b"))]
-    monkeypatch.setattr(fabric_lookup, "look", lambda: result[0])
-    assert checks.interconnect(_place()) == {"fabric": "infiniband", "cards": 2}
-    result[0] = fabric_lookup.Found("", (), "no port is active")
-    assert checks.interconnect(_place()) == {
+    result = [fabric_lookup.Interconnect("infiniband", ("a", "b"))]
+    monkeypatch.setattr(fabric_lookup, "find_fabric", lambda: result[0])
+    assert checks.check_interconnect(_place()) == {"fabric": "infiniband", "cards": 2}
+    result[0] = fabric_lookup.Interconnect("", (), "no port is active")
+    assert checks.check_interconnect(_place()) == {
         **{"fabric": None, "cards": 0, "note": "fabric: no port is active"}
     }
-    assert checks.interconnect(_place("n1")) == {}
-    assert checks.interconnect(_place("local-0", "local-1")) == {}
+    assert checks.check_interconnect(_place("n1")) == {}
+    assert checks.check_interconnect(_place("local-0", "local-1")) == {}
 
 
 class Usage(NamedTuple):
@@ -93,24 +93,24 @@ def test_space_in_tmpdir_and_the_run_folder(
 ) -> None:
     free = checks.TMPDIR_BYTES
     monkeypatch.setattr(checks.shutil, "disk_usage", lambda path: Usage(2 * free, 0, free))  # type: ignore[attr-defined]
-    assert checks.tmpdir(tmp_path) == {"tmpdir": str(tmp_path), "tmpdir_free": free}
-    assert checks.run_folder(_place(), tmp_path, "secret", free) == {"scratch_free": free}
+    assert checks.try_tmpdir(tmp_path) == {"tmpdir": str(tmp_path), "tmpdir_free": free}
+    assert checks.try_run_folder(_place(), tmp_path, "secret", free) == {"scratch_free": free}
     assert (tmp_path / "n1").read_text() == "secret"
     with pytest.raises(UnfitError, match="the run folder has 67 MB free, and needs 68 MB"):
-        checks.run_folder(_place(), tmp_path, "secret", free + 500_000)
+        checks.try_run_folder(_place(), tmp_path, "secret", free + 500_000)
     monkeypatch.setattr(checks, "TMPDIR_BYTES", free + 1)
     with pytest.raises(UnfitError, match="has only 67 MB free"):
-        checks.tmpdir(tmp_path)
+        checks.try_tmpdir(tmp_path)
     monkeypatch.setattr(checks.shutil, "disk_usage", lambda path: Usage(0, 0, 0))  # type: ignore[attr-defined]
-    assert checks.tmpdir(tmp_path)["tmpdir_free"] == 0  # a disk that reports no sizes
-    assert checks.run_folder(_place(), tmp_path, "secret", 1) == {"scratch_free": 0}
+    assert checks.try_tmpdir(tmp_path)["tmpdir_free"] == 0  # a disk that reports no sizes
+    assert checks.try_run_folder(_place(), tmp_path, "secret", 1) == {"scratch_free": 0}
 
 
 def test_missing_folders_are_faults(tmp_path: Path) -> None:
     with pytest.raises(UnfitError, match="can't be written: No such file"):
-        checks.tmpdir(tmp_path / "gone")
+        checks.try_tmpdir(tmp_path / "gone")
     with pytest.raises(UnfitError, match="can't write in the run folder /r/name/run: No such file"):
-        checks.run_folder(_place(), tmp_path / "gone", "secret", 1)
+        checks.try_run_folder(_place(), tmp_path / "gone", "secret", 1)
 
 
 def test_a_full_tmpdir_is_a_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,7 +123,7 @@ def test_a_full_tmpdir_is_a_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(checks.tempfile, "TemporaryFile", lambda dir: Full())  # type: ignore[attr-defined]
     with pytest.raises(UnfitError, match="can't be written: No space left on device"):
-        checks.tmpdir(tmp_path)
+        checks.try_tmpdir(tmp_path)
 
 
 def test_a_machine_may_have_no_load(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,11 +132,11 @@ def test_a_machine_may_have_no_load(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(os, "getloadavg", lambda: (4.84, 50.0, 50.0))
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
-    assert checks.load() == {"load": 1.2}
+    assert checks.read_load() == {"load": 1.2}
     monkeypatch.setattr(os, "cpu_count", lambda: None)
-    assert checks.load() == {"load": 4.8}
+    assert checks.read_load() == {"load": 4.8}
     monkeypatch.setattr(os, "getloadavg", refuse)
-    assert checks.load() == {}
+    assert checks.read_load() == {}
 
 
 def test_a_check_reports_values_a_note_or_a_fault(
@@ -145,10 +145,10 @@ def test_a_check_reports_values_a_note_or_a_fault(
     def broken(place: Place) -> dict[str, Any]:
         raise UnfitError("x is y")
 
-    monkeypatch.setattr(checks, "load", lambda: {"load": 1.0})
-    monkeypatch.setattr(checks, "interface", broken)
-    monkeypatch.setattr(checks, "interconnect", lambda place: {"cards": 1, "note": "odd"})
-    for name in ("count_gpus", "tmpdir", "run_folder"):
+    monkeypatch.setattr(checks, "read_load", lambda: {"load": 1.0})
+    monkeypatch.setattr(checks, "check_interface", broken)
+    monkeypatch.setattr(checks, "check_interconnect", lambda place: {"cards": 1, "note": "odd"})
+    for name in ("count_gpus", "try_tmpdir", "try_run_folder"):
         monkeypatch.setattr(checks, name, lambda *words: {})
     checks.check_node(_place(), checks.Order([], "/f", "s", gpus=0, needed=1, port=4, again=False))
     assert [line for line in lines() if line != {"values": {}}] == [
@@ -207,8 +207,10 @@ def answer(
     monkeypatch.setattr(checks, "check_node", lambda place, order: report(note="node"))
     monkeypatch.setattr(checks, "check_partners", check_partners)
     monkeypatch.setattr(bandwidth, "import_torch", import_torch)
-    monkeypatch.setattr(bandwidth, "run", run)
-    monkeypatch.setattr(fabric_lookup, "look", lambda: fabric_lookup.Found("efa", ("a",)))
+    monkeypatch.setattr(bandwidth, "measure_group", run)
+    monkeypatch.setattr(
+        fabric_lookup, "find_fabric", lambda: fabric_lookup.Interconnect("efa", ("a",))
+    )
 
     def call(*questions: Any) -> list[dict[str, Any]]:
         # Without the attempt's file, as where the node's disk is another one.

@@ -25,7 +25,7 @@ from hpc_ddp.node.preflight.dialogue import (
     LaunchError,
     NoticeError,
 )
-from hpc_ddp.node.preflight.driver import conclude, examine
+from hpc_ddp.node.preflight.driver import examine_nodes, record_outcome
 from hpc_ddp.submission.script.torchrun import WAIT_FOR_SETUP_S, WAIT_S
 from tests.raw_events import raw_events
 from unit.fakes import Clock, Slurm
@@ -78,7 +78,7 @@ def _converse(
         patch.setattr(driver.secrets, "token_hex", lambda count: "secret")  # type: ignore[attr-defined]
         for node in nodes:
             (folder / node).write_text("secret" if node != "blind" else "")
-        driver.converse(dialogue, spec or JobSpec("t.py"), run, folder, again=False)
+        driver.ask_questions(dialogue, spec or JobSpec("t.py"), run, folder, again=False)
     return dialogue  # type: ignore[no-any-return]
 
 
@@ -261,18 +261,18 @@ def printed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_the_outcome_is_journalled_and_printed(run: RunFolder, printed: list[str]) -> None:
     report = {"n1": NodeReport(notes=["odd", "all"]), "n2": NodeReport(notes=["all"])}
-    assert conclude(run, 0, {**outcome(report), "seconds": 1.5}) is True
+    assert record_outcome(run, 0, {**outcome(report), "seconds": 1.5}) is True
     assert printed == [
         "preflight: n1 and 1 more: note: all",
         "preflight: n1: note: odd",
         "preflight: 2 nodes are fit, after 1.5 s",
     ]
     printed.clear()
-    assert conclude(run, 0, {**outcome({"n1": NodeReport()}), "seconds": 1.5}) is True
+    assert record_outcome(run, 0, {**outcome({"n1": NodeReport()}), "seconds": 1.5}) is True
     assert printed == ["preflight: 1 node is fit, after 1.5 s"]
     printed.clear()
     report["n2"].faults.append(("gpus", "none"))
-    assert conclude(run, 0, {**outcome(report), "seconds": 1.5}) is False
+    assert record_outcome(run, 0, {**outcome(report), "seconds": 1.5}) is False
     assert printed == [
         "preflight: n1 and 1 more: note: all",
         "preflight: n1: note: odd",
@@ -298,12 +298,12 @@ def _examine(
         close(dialogue, 60.0)
 
     with monkeypatch.context() as patch:
-        patch.setattr(driver, "converse", lambda dialogue, *more: act(dialogue))
+        patch.setattr(driver, "ask_questions", lambda dialogue, *more: act(dialogue))
         patch.setattr(Dialogue, "close", end)
         patch.setattr(driver.time, "monotonic", clock.monotonic)  # type: ignore[attr-defined]
         place = {"HPC_DDP_RUN": str(run.path), "HPC_DDP_ATTEMPT": "0"}
         command = Command(["true"], {**os.environ, **place})
-        event = examine(run, ["n1"], [command], lambda: "")
+        event = examine_nodes(run, ["n1"], [command], lambda: "")
     assert not list(run.path.glob(".preflight-*"))
     return event, patience
 
@@ -370,7 +370,7 @@ def test_a_preflight_examines_the_attempts_nodes(
         calls.append((nodes, commands[0].argv, env["HPC_DDP_FABRIC"], words))
         return {**outcome({node: NodeReport() for node in nodes}), "seconds": 1.0}
 
-    monkeypatch.setattr(driver, "examine", look)
+    monkeypatch.setattr(driver, "examine_nodes", look)
     slurm_commands.answer("scontrol", "n1\nn2\n")
     words = ["", "warning signal", "SIGHUP"]
     assert main(SLURM_JOB_NODELIST="n[1-2]") == 0

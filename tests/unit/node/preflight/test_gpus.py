@@ -61,9 +61,9 @@ def test_gpus_are_counted_by_variables_slurm_or_files(
 ) -> None:
     if isinstance(expected, str):
         with pytest.raises(UnfitError, match=expected):
-            checks.gpus(count, environ, listed, files)
+            checks.check_gpus(count, environ, listed, files)
         return
-    result = checks.gpus(count, environ, listed, files)
+    result = checks.check_gpus(count, environ, listed, files)
     note = result.pop("note", "")
     assert bool(note) is ("note" in expected)
     assert note.startswith(expected.get("note", ""))
@@ -97,18 +97,18 @@ def test_nvidia_smi_counts(
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin" if script else str(tmp_path))
     if isinstance(result, str):
         with pytest.raises(UnfitError, match=result):
-            checks._nvidia_smi()
+            checks._ask_nvidia_smi()
     else:
-        assert checks._nvidia_smi() == result
+        assert checks._ask_nvidia_smi() == result
 
 
 def test_gpus_are_counted_if_the_job_has_some(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[int, int | None]] = []
     files: dict[str, int] = {}
-    monkeypatch.setattr(checks, "_nvidia_smi", lambda: 4)
+    monkeypatch.setattr(checks, "_ask_nvidia_smi", lambda: 4)
     monkeypatch.setattr(checks, "device_files", lambda: files)
     monkeypatch.setattr(
-        checks, "gpus", lambda count, env, listed, files: calls.append((count, listed))
+        checks, "check_gpus", lambda count, env, listed, files: calls.append((count, listed))
     )
     checks.count_gpus(_place(), 4)
     checks.count_gpus(_place(), 0)

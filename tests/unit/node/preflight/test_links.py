@@ -47,17 +47,17 @@ def test_many_nodes_check_no_pair_twice_and_have_other_partners_again(count: int
 
 def test_a_link_is_checked_by_name_and_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     listener = Listener("b", "secret")
-    links.reach("b", "127.0.0.1", listener.port, "secret")
+    links.exchange_with("b", "127.0.0.1", listener.port, "secret")
     with pytest.raises(OSError, match="b answers there"):
-        links.reach("c", "127.0.0.1", listener.port, "secret")
+        links.exchange_with("c", "127.0.0.1", listener.port, "secret")
     with pytest.raises(OSError, match="something else answers"):
-        links.reach("b", "127.0.0.1", listener.port, "another")
-    assert 0 <= links.own_delay("b", listener.port, "secret")["delay_s"] < links.LINK_S
-    assert links.own_delay("c", listener.port, "secret") == {}
+        links.exchange_with("b", "127.0.0.1", listener.port, "another")
+    assert 0 <= links.measure_own_delay("b", listener.port, "secret")["delay_s"] < links.LINK_S
+    assert links.measure_own_delay("c", listener.port, "secret") == {}
     with socket.create_server(("127.0.0.1", 0)) as deaf:
         monkeypatch.setattr(links, "LINK_S", 0.2)
         with pytest.raises(OSError, match="timed out"):
-            links.reach("b", "127.0.0.1", deaf.getsockname()[1], "secret")
+            links.exchange_with("b", "127.0.0.1", deaf.getsockname()[1], "secret")
     _close(listener)
 
 
@@ -79,7 +79,7 @@ def test_a_connection_that_is_closed_in_the_middle() -> None:
         thread = threading.Thread(target=answer)
         thread.start()
         with pytest.raises(OSError, match="closed in the middle"):
-            links.reach("b", "127.0.0.1", server.getsockname()[1], "secret")
+            links.exchange_with("b", "127.0.0.1", server.getsockname()[1], "secret")
         thread.join()
 
 
@@ -107,7 +107,7 @@ def test_a_listener_takes_the_port_that_all_have_if_it_is_free() -> None:
 def test_a_listener_answers_ipv6_as_well() -> None:
     listener = Listener("b", "secret")
     for address in ("127.0.0.1", "::1"):
-        links.reach("b", address, listener.port, "secret")
+        links.exchange_with("b", address, listener.port, "secret")
     _close(listener)
 
 
@@ -177,16 +177,16 @@ def test_name_and_link_faults_are_told_apart(
             raise TimeoutError("timed out")
 
     monkeypatch.setattr(links, "addresses_of", resolve)
-    monkeypatch.setattr(links, "reach", reach)
-    assert links.link_trouble(place, "n2", 5, "secret") == (why, is_late)
+    monkeypatch.setattr(links, "exchange_with", reach)
+    assert links.test_link(place, "n2", 5, "secret") == (why, is_late)
 
 
 def test_loopback_is_right_between_processes_of_one_machine(
     attempt: AttemptFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(links, "reach", lambda *words: None)
+    monkeypatch.setattr(links, "exchange_with", lambda *words: None)
     place = place_of(attempt, nodes=("local-0", "local-1"))
-    assert links.link_trouble(place, "local-1", 5, "secret") == ("", False)
+    assert links.test_link(place, "local-1", 5, "secret") == ("", False)
 
 
 # --- files ---------------------------------------------------------------------------------
@@ -195,20 +195,20 @@ def test_loopback_is_right_between_processes_of_one_machine(
 def test_a_file_that_comes_late_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = stop_clock(monkeypatch, links)
     last = 1000 + links.VISIBLE_S - 1
-    monkeypatch.setattr(links, "contains", lambda path, text: clock.now > last)
-    assert links.file_trouble(tmp_path, "n2", "secret") == ""
-    monkeypatch.setattr(links, "contains", lambda path, text: False)
+    monkeypatch.setattr(links, "has_content", lambda path, text: clock.now > last)
+    assert links.await_file(tmp_path, "n2", "secret") == ""
+    monkeypatch.setattr(links, "has_content", lambda path, text: False)
     begin = clock.now
-    why = links.file_trouble(tmp_path, "n2", "secret")
+    why = links.await_file(tmp_path, "n2", "secret")
     assert why == "does not see the files that n2 writes"
     assert links.VISIBLE_S < clock.now - begin < links.VISIBLE_S + 1
 
 
 def test_a_file_contains_a_text(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("secret")
-    assert links.contains(tmp_path / "a", "secret")
-    assert not links.contains(tmp_path / "a", "other")
-    assert links.contains(tmp_path / "b", "secret") is False
+    assert links.has_content(tmp_path / "a", "secret")
+    assert not links.has_content(tmp_path / "a", "other")
+    assert links.has_content(tmp_path / "b", "secret") is False
 
 
 def test_troubles_with_partners_are_reported(
@@ -216,11 +216,11 @@ def test_troubles_with_partners_are_reported(
 ) -> None:
     monkeypatch.setenv("HPC_DDP_NODE", "n1")
     monkeypatch.setattr(
-        links, "link_trouble", lambda place, peer, port, secret: (f"{port}" * (port == 6), True)
+        links, "test_link", lambda place, peer, port, secret: (f"{port}" * (port == 6), True)
     )
-    monkeypatch.setattr(links, "own_delay", lambda node, port, secret: {node: port})
+    monkeypatch.setattr(links, "measure_own_delay", lambda node, port, secret: {node: port})
     monkeypatch.setattr(
-        links, "file_trouble", lambda folder, peer, secret: secret if peer == "n2" else ""
+        links, "await_file", lambda folder, peer, secret: secret if peer == "n2" else ""
     )
     links.check_partners(place, {"n1": 4, "n2": 5, "n3": 6}, Path("/no"), "secret")
     lines = [json.loads(line.removeprefix(MARK)) for line in capfd.readouterr().out.splitlines()]

@@ -17,9 +17,9 @@ from hpc_ddp.core.journal.line_reader import LONGEST_LINE
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node.preflight import driver
 from hpc_ddp.node.preflight.bandwidth import TURNS, partner
-from hpc_ddp.node.preflight.blame import MOST_SHOWN, NodeReport, confirm, outcome
+from hpc_ddp.node.preflight.blame import MOST_SHOWN, NodeReport, drop_unconfirmed, outcome
 from hpc_ddp.node.preflight.dialogue import Command
-from hpc_ddp.node.preflight.driver import conclude, examine
+from hpc_ddp.node.preflight.driver import examine_nodes, record_outcome
 from hpc_ddp.node.preflight.links import LINK_S, partners
 from tests.raw_events import raw_events
 
@@ -117,9 +117,11 @@ def simulate(tmp_path: Path) -> Simulate:
     def call(seed: int, bad: dict[str, str], answer_s: float) -> dict[str, Any]:
         draw = random.Random(seed)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(driver, "contains", lambda path, text: bad.get(path.name) != OTHER_DISK)
+            patch.setattr(
+                driver, "has_content", lambda path, text: bad.get(path.name) != OTHER_DISK
+            )
             patch.setattr(driver, "Dialogue", lambda *words: Simulation(draw, bad, answer_s))
-            return examine(run, NODES, [command], lambda: "")
+            return examine_nodes(run, NODES, [command], lambda: "")
 
     return call
 
@@ -142,13 +144,13 @@ def test_only_a_doubt_costs_a_second_round(
     simulate: Simulate, monkeypatch: pytest.MonkeyPatch, bad: dict[str, str], again: list[bool]
 ) -> None:
     rounds: list[bool] = []
-    converse = driver.converse
+    ask_questions = driver.ask_questions
 
     def count(dialogue: Any, spec: JobSpec, run: RunFolder, folder: Path, *more: Any) -> None:
         rounds.append(more[0])
-        converse(dialogue, spec, run, folder, *more)
+        ask_questions(dialogue, spec, run, folder, *more)
 
-    monkeypatch.setattr(driver, "converse", count)
+    monkeypatch.setattr(driver, "ask_questions", count)
     assert simulate(0, bad, IDLE_S)["bad_nodes"] == [*bad]
     assert rounds == again
 
@@ -157,7 +159,7 @@ def test_what_is_found_once_is_a_note() -> None:
     first = {node: NodeReport(faults=[("link", "late")]) for node in "ab"}
     second = {"a": NodeReport(faults=[("gpus", "none"), ("bandwidth", "slow")]), "b": NodeReport()}
     second["b"].faults.append(("link", "no way"))
-    confirm(first, second)
+    drop_unconfirmed(first, second)
     assert second["a"].faults == [("gpus", "none")]
     assert second["a"].notes == ["not confirmed: slow", "not confirmed: late"]
     assert (second["b"].faults, second["b"].notes) == ([("link", "no way")], [])
@@ -179,7 +181,7 @@ def test_the_event_has_a_bounded_size(
     }
     run = RunFolder(tmp_path / "name" / "run")
     monkeypatch.setattr(driver, "say", lambda text: None)
-    conclude(run, 0, {**outcome(reports), "seconds": 1.0})
+    record_outcome(run, 0, {**outcome(reports), "seconds": 1.0})
     (event,) = raw_events(run.path)
     assert len(json.dumps(event)) < LONGEST_LINE / 2
     assert (event["summary"]["nodes"], len(event["bad_nodes"])) == (count, count)

@@ -14,7 +14,7 @@ from unit.fakes import Clock, stop_clock
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    monkeypatch.setattr(oom_module, "kills", lambda: 0)
+    monkeypatch.setattr(oom_module, "count_kills", lambda: 0)
     return stop_clock(
         monkeypatch, supervisor, child_process, attempt_watch, log_offsets, first_failure
     )

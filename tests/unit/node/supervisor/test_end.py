@@ -45,7 +45,7 @@ def test_the_end_of_a_supervisor_depends_on_notice_peers_and_leader(
 ) -> None:
     decided: list[bool] = []
     monkeypatch.setattr(
-        head_failover, "decide", lambda place, env, reports: decided.append(reports())
+        head_failover, "take_over_verdict", lambda place, env, reports: decided.append(reports())
     )
     words = [*COMMAND[:4], "--nnodes=1:3" if elastic else "--nnodes=3", "train.py", "--a=:"]
     watcher = make_supervisor(attempt, *words, index=index)
@@ -55,7 +55,7 @@ def test_the_end_of_a_supervisor_depends_on_notice_peers_and_leader(
     for node in ("n1", "n2", "n3"):
         attempt.node(node).path.mkdir(exist_ok=True)
         attempt.node(node).record.touch()
-    assert watcher._end(code) == ended
+    assert watcher._conclude(code) == ended
     has_left = failed == "left"
     assert attempt.failed.read_text() == ("" if has_left else failed)
     assert decided == ([False] if has_left else [])
@@ -72,7 +72,7 @@ def test_a_failed_worker_is_no_lost_leader(attempt: AttemptFolder, clock: Clock)
     watcher.folder.failures.write_text(
         json.dumps({"failures": [{"rank": 1, "code": 1, "time": 5.0}]})
     )
-    assert watcher._end(1) == 0
+    assert watcher._conclude(1) == 0
     assert read_json(watcher.folder.record)["left"] is False
     assert attempt.failed.read_text() == "n1"
 
@@ -96,7 +96,7 @@ def test_the_peers_ends_are_awaited_for_a_bounded_time(
 
 def test_no_peer_is_awaited_if_a_port_was_taken(attempt: AttemptFolder, clock: Clock) -> None:
     attempt.port_taken.touch()
-    assert make_supervisor(attempt)._end(1) == 1
+    assert make_supervisor(attempt)._conclude(1) == 1
     assert clock.slept == []
 
 
@@ -108,7 +108,7 @@ def test_an_end_that_can_not_be_recorded_is_reported(
 
     watcher = make_supervisor(attempt)
     monkeypatch.setattr(supervisor, "patiently", gone)
-    assert watcher._end(0) == 0
+    assert watcher._conclude(0) == 0
     assert "n1 can't record how it ended: Stale file handle" in capsys.readouterr().err
 
 
@@ -124,25 +124,26 @@ def test_causes_of_the_workers_deaths_are_read(
     watcher.folder.rank_log(1).write_text(
         "Traceback (most recent call last):\n  x\nValueError: b\n"
     )
-    assert [failure["error"] for failure in watcher._failures(1)] == ["ValueError: a", "", ""]
-    monkeypatch.setattr(oom_module, "kills", lambda: watcher._oom_kills + 1)
-    assert [failure["error"] for failure in watcher._failures(1)] == [
+    failures = watcher._collect_failures(1)
+    assert [failure["error"] for failure in failures] == ["ValueError: a", "", ""]
+    monkeypatch.setattr(oom_module, "count_kills", lambda: watcher._oom_kills + 1)
+    assert [failure["error"] for failure in watcher._collect_failures(1)] == [
         "ValueError: a",
         oom_module.KILLED,
         "",
     ]
     watcher.folder.failures.write_text("{}")
-    assert watcher._failures(-9) == [
+    assert watcher._collect_failures(-9) == [
         {"rank": None, "code": -9, "time": 1000.0, "error": oom_module.KILLED, "last_line": ""}
     ]
     # A library has ended torchrun.
     watcher.folder.agent_log.write_text("W: x\nOpenBLAS error: Memory allocation failed\n\n")
-    watcher._oom_kills = oom_module.kills()
-    (failure,) = watcher._failures(1)
+    watcher._oom_kills = oom_module.count_kills()
+    (failure,) = watcher._collect_failures(1)
     assert (failure["error"], failure["last_line"]) == (
         "",
         "OpenBLAS error: Memory allocation failed",
     )
     watcher.folder.failures.write_text('{"agent": "RendezvousError: late"}')
-    (failure,) = watcher._failures(1)
+    (failure,) = watcher._collect_failures(1)
     assert (failure["error"], failure["last_line"]) == ("RendezvousError: late", "")

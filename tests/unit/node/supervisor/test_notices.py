@@ -222,7 +222,7 @@ def test_a_script_that_ignores_the_notice_is_announced_and_ended(
     assert said[1] == ""
     assert said[2].endswith("has not ended since the notice, and its time is over: it is killed\n")
     assert (agent.killed, said[3]) == (True, "")
-    watcher._end(-9)
+    watcher._conclude(-9)
     assert read_json(watcher.folder.record)["killed"] is True
 
 
@@ -240,7 +240,7 @@ def test_a_torchrun_that_does_not_end_after_its_workers_is_killed(
     watcher._poll(agent)
     assert agent.killed
     assert "torchrun on n1 has not ended after its workers: it is killed" in capfd.readouterr().err
-    assert watcher._end(-9) == 0
+    assert watcher._conclude(-9) == 0
     assert read_json(watcher.folder.record)["idle"] is True
     assert not attempt.failed.read_text()
 
@@ -306,7 +306,7 @@ def test_an_end_right_after_a_suspension_says_so(
     clock.now += pause_s
     watcher._poll(agent)
     clock.now += then_s
-    watcher._end(1)
+    watcher._conclude(1)
     assert read_json(watcher.folder.record)["stood_still"] is stood_still
 
 
@@ -350,7 +350,7 @@ def test_a_failure_wakes_the_peers(
 ) -> None:
     woken: list[str] = []
     monkeypatch.setattr(PeerLinks, "wake", lambda links: woken.append(attempt.failed.read_text()))
-    make_supervisor(attempt, index=1)._end(1)
+    make_supervisor(attempt, index=1)._conclude(1)
     assert woken == ["n2"]  # once the file has it
     other, agent = make_supervisor(attempt, index=2), make_agent()
     for _ in range(2):

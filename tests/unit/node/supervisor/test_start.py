@@ -80,14 +80,14 @@ def test_workers_get_their_variables(
 ) -> None:
     monkeypatch.setattr(Place, "interface_env", lambda place: {"A": "1"})
     watcher = make_supervisor(attempt, index=1)
-    env = watcher._env()
+    env = watcher._make_env()
     assert (env["HPC_DDP_NODE"], env["A"]) == ("n2", "1")
     assert env["HPC_DDP_NODE_FOLDER"] == str(attempt.path / "n2")
     assert env["HPC_DDP_NOTICE"] == str(watcher.folder.notice)
     prefix = env["HPC_DDP_STORE_PREFIX"]
-    assert prefix == make_supervisor(attempt, index=2)._env()["HPC_DDP_STORE_PREFIX"]
+    assert prefix == make_supervisor(attempt, index=2)._make_env()["HPC_DDP_STORE_PREFIX"]
     attempt.secret.write_bytes(b"another attempt's")
-    assert prefix != watcher._env()["HPC_DDP_STORE_PREFIX"]
+    assert prefix != watcher._make_env()["HPC_DDP_STORE_PREFIX"]
 
 
 def _run(watcher: Supervisor, agent: Agent, monkeypatch: pytest.MonkeyPatch) -> int:
@@ -191,8 +191,8 @@ def test_an_elastic_node_without_its_leader_is_killed(
 ) -> None:
     lost = threading.Event()
     lost.set()
-    monkeypatch.setattr(head_failover, "watch", lambda place, environ: lost)
-    monkeypatch.setattr(head_failover, "decide", lambda *words: None)
+    monkeypatch.setattr(head_failover, "watch_head", lambda place, environ: lost)
+    monkeypatch.setattr(head_failover, "take_over_verdict", lambda *words: None)
     agent = Agent(-9)
     watcher = make_supervisor(attempt, *COMMAND[:4], "--nnodes=1:2", "train.py", index=1)
     watcher._kill_at = 0.0

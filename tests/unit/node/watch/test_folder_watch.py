@@ -17,16 +17,16 @@ from hpc_ddp.node.watch.folder_watch import FolderWatch
 def test_files_that_are_made_changed_and_renamed_are_named(tmp_path: Path) -> None:
     (tmp_path / "old").write_text("x")
     watch = FolderWatch(tmp_path)
-    assert watch.changes() == set()
+    assert watch.take_changes() == set()
     (tmp_path / "new \xe9\n").touch()
     with open(tmp_path / "old", "a") as file:
         file.write("y")
     (tmp_path / "new \xe9\n").rename(tmp_path / "final")
     (tmp_path / "old").read_text()
-    assert watch.changes() == {"new \xe9\n", "old", "final"}
-    assert watch.changes() == set()
+    assert watch.take_changes() == {"new \xe9\n", "old", "final"}
+    assert watch.take_changes() == set()
     watch.close()
-    assert (watch.works, watch.changes()) == (False, None)
+    assert (watch.works, watch.take_changes()) == (False, None)
     watch.close()
 
 
@@ -39,7 +39,7 @@ def test_lost_events_are_reported(tmp_path: Path) -> None:
     assert not watch._add_names(lost + change, names)
     assert names == {"a"}
     (tmp_path / "b").touch()
-    assert watch.changes() == {"b"}
+    assert watch.take_changes() == {"b"}
 
 
 @pytest.mark.parametrize("answers", [(-1, 0), (None, -1)])
@@ -53,7 +53,7 @@ def test_a_kernel_that_refuses_gives_no_answers(
     )
     monkeypatch.setattr(ctypes, "CDLL", lambda name: libc)
     watch = FolderWatch(tmp_path)
-    assert (watch.works, watch.changes()) == (False, None)
+    assert (watch.works, watch.take_changes()) == (False, None)
     if answers[0] is None:
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.close(descriptor)  # the watch has closed it

@@ -147,7 +147,7 @@ def test_only_logs_that_have_changed_are_looked_at(
     with monkeypatch.context() as patch:
         patch.setattr(Path, "stat", refuse)
         patch.setattr(Path, "glob", refuse)
-        patch.setattr(log_offsets.LogCopy, "show", refuse)
+        patch.setattr(log_offsets.LogCopy, "copy_new", refuse)
         node.record.touch()
         notes.note()
         notes.note()
@@ -175,7 +175,7 @@ def test_a_disk_in_trouble_is_looked_at_again(
         raise OSError(5, "Input/output error")
 
     with monkeypatch.context() as patch:
-        patch.setattr(log_offsets.LogCopy, "show", refuse)
+        patch.setattr(log_offsets.LogCopy, "copy_new", refuse)
         notes.note()
     assert not node.printed.exists()
     notes.note()
@@ -192,8 +192,8 @@ def test_a_file_system_of_which_linux_tells_nothing_is_found_out(
     node.rank_log(0).write_text("a")
     notes = Growth(node)
     notes.note()
-    tell = notes._watch.changes
-    monkeypatch.setattr(notes._watch, "changes", lambda: (tell() or set()) if tells else set())
+    tell = notes._watch.take_changes
+    monkeypatch.setattr(notes._watch, "take_changes", lambda: (tell() or set()) if tells else set())
     node.rank_log(0).write_text("ab")
     notes.note()
     assert node.printed.read_text().count("\n") == 1 + tells

@@ -10,7 +10,7 @@ from hpc_ddp import slurm
 from hpc_ddp.core.journal import journal
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node.outcome import chain, excluded_nodes, requeue
-from hpc_ddp.node.outcome.requeue import go_on
+from hpc_ddp.node.outcome.requeue import carry_out_verdict
 from hpc_ddp.node.outcome.verdict import Verdict
 from unit.fakes import Clock, stop_clock
 from unit.node.outcome.requeue.fakes import GO_ON, facts_of, job_environ
@@ -47,6 +47,6 @@ def end(run: RunFolder, clock: Clock, printed: list[str]) -> Callable[..., int]:
         options = ("continue_by", "time", "time_min")
         spec = {name: values.pop(name) for name in options if name in values}
         attempt, facts = run.attempt(0), facts_of(run, lost, **spec)
-        return go_on(run, attempt, job_environ(**values), facts, decided)
+        return carry_out_verdict(run, attempt, job_environ(**values), facts, decided)
 
     return call

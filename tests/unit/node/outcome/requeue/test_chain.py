@@ -207,7 +207,7 @@ def test_the_next_link_of_a_task_alone_has_its_own_script(
     environ = job_environ(SLURM_ARRAY_JOB_ID="5", SLURM_ARRAY_TASK_ID="1")
     (task.logs / ".environ-7").write_text(f"PATH={os.environ['PATH']}\0A=before\0")
     environ |= {"HPC_DDP_RUN": str(task.path), "A": "after"}
-    assert first_job.before_setup(environ)["A"] == "before"
+    assert first_job.env_before_setup(environ)["A"] == "before"
     queue_next_link(task, attempt, environ)
     (words,) = slurm_commands.calls("sbatch")
     assert words[-1] == str((task if is_newest else run).script)
@@ -236,10 +236,10 @@ def test_the_next_link_has_the_environment_from_before_the_set_up_lines(
     lines = log.read_text().split("\0")
     assert {"DATA=/data\nx", "hf_token=a1", "API_KEY=b2", "DB=pg://me:pw@h/x"} <= {*lines}
     assert not [line for line in lines if line.startswith("SLURM_JOB_NAME")]
-    first_job.forget_before_setup(environ)
-    assert dict(first_job.before_setup(environ)) == environ
+    first_job.delete_env_before_setup(environ)
+    assert dict(first_job.env_before_setup(environ)) == environ
     (run.logs / ".environ-7").write_text("PATH=/no/sbatch/here\0")
-    assert dict(first_job.before_setup(environ)) == environ
+    assert dict(first_job.env_before_setup(environ)) == environ
 
 
 @pytest.mark.parametrize(("excluded", "kept_off"), [("", "n2"), ("n[2,8-9]", "n8,n9,n2")])

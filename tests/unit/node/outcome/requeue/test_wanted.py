@@ -11,7 +11,7 @@ from hpc_ddp.core.file_io import read_json, write_json
 from hpc_ddp.core.job.job_ref import JobRef
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node.outcome import chain
-from hpc_ddp.node.outcome.chain import check_wanted, is_link, own_id, record_late_link
+from hpc_ddp.node.outcome.chain import admit_job, is_link, own_id, record_late_link
 from tests.raw_events import raw
 from unit.fakes import Slurm
 
@@ -28,8 +28,8 @@ def test_a_first_start_lifts_the_mark_of_the_whole_array(tmp_path: Path) -> None
     for folder in (array, task):
         folder.cancelled.touch()
     with pytest.raises(HpcDdpError, match="was cancelled"):
-        check_wanted(task, restarts=1, is_link=False, job=JobRef("8"))
-    check_wanted(task, restarts=0, is_link=False, job=JobRef("8"))
+        admit_job(task, restarts=1, is_link=False, job=JobRef("8"))
+    admit_job(task, restarts=0, is_link=False, job=JobRef("8"))
     assert not array.cancelled.exists()
     assert not task.cancelled.exists()
 
@@ -41,9 +41,9 @@ def test_a_cancel_refuses_the_job_that_starts_meanwhile(
     run = RunFolder(tmp_path / "run").make()
     write_json(run.cancelled, {"jobs": ["7", "8"]})
     with pytest.raises(HpcDdpError, match="was cancelled as it started"):
-        check_wanted(run, restarts=0, is_link=False, **ids)
+        admit_job(run, restarts=0, is_link=False, **ids)
     assert run.cancelled.exists()
-    check_wanted(run, restarts=0, is_link=False, job=JobRef("10"))
+    admit_job(run, restarts=0, is_link=False, job=JobRef("10"))
     assert not run.cancelled.exists()
 
 
@@ -72,10 +72,10 @@ def test_a_job_whose_id_came_too_late_is_a_link(
     assert run.jobs(run.events()) == [JobRef("7"), JobRef("8")]
     slurm_commands.answer("scontrol", "   JobState=CANCELLED Reason=None\n")
     if has_attempt and has_verdict:  # a person's scancel of the job before says so in its verdict
-        check_wanted(run, restarts=0, is_link=True, job=JobRef("8"))
+        admit_job(run, restarts=0, is_link=True, job=JobRef("8"))
     else:
         with pytest.raises(HpcDdpError, match="was cancelled, or given up"):
-            check_wanted(run, restarts=0, is_link=True, job=JobRef("8"))
+            admit_job(run, restarts=0, is_link=True, job=JobRef("8"))
 
 
 @pytest.mark.parametrize("has_attempt", [True, False])
@@ -124,12 +124,12 @@ def test_an_ended_chain_is_not_continued(
     slurm_commands.answer("scontrol", f"   JobState={state} Reason=None\n")
     if attempt is not None:
         run.journal("batch", attempt).write(raw("verdict", cause=cause, action=action, why=""))
-    check_wanted(run, restarts=1, is_link=False, job=JobRef("8"))
+    admit_job(run, restarts=1, is_link=False, job=JobRef("8"))
     if ended:
         with pytest.raises(HpcDdpError, match="was cancelled, or given up"):
-            check_wanted(run, restarts=0, is_link=True, job=JobRef("8"))
+            admit_job(run, restarts=0, is_link=True, job=JobRef("8"))
     else:
-        check_wanted(run, restarts=0, is_link=True, job=JobRef("8"))
+        admit_job(run, restarts=0, is_link=True, job=JobRef("8"))
     assert (slurm_commands.calls("scontrol") != []) is (attempt != 0)
 
 
@@ -153,9 +153,9 @@ def test_a_job_that_was_taken_away_in_its_set_up_is_followed(
     slurm_commands.answer("scontrol", answer or "", code=0 if answer else 1)
     if ended:
         with pytest.raises(HpcDdpError, match="was cancelled, or given up"):
-            check_wanted(run, restarts=0, is_link=True, job=JobRef("8"))
+            admit_job(run, restarts=0, is_link=True, job=JobRef("8"))
     else:
-        check_wanted(run, restarts=0, is_link=True, job=JobRef("8"))
+        admit_job(run, restarts=0, is_link=True, job=JobRef("8"))
     assert slurm_commands.calls("scontrol") == [["show", "job", before[-1]]]
 
 
@@ -165,17 +165,17 @@ def test_a_job_that_was_refused_does_not_end_the_chain(
     """The refused job had queued a job of its own before its set-up lines."""
     slurm_commands.answer("scancel")
     write_json(run.early_links, {"5": "6"})
-    chain.take_back_early(run, {"SLURM_JOB_ID": "5"})
+    chain.cancel_next_early(run, {"SLURM_JOB_ID": "5"})
     assert slurm_commands.calls("scancel") == [["6"]]
     assert read_json(run.early_links) == {}
-    chain.take_back_early(run, {"SLURM_JOB_ID": "5"})
+    chain.cancel_next_early(run, {"SLURM_JOB_ID": "5"})
     write_json(run.early_links, {"5": "6"})
     write_json(run.attempt(0).path / "next.json", {"job_id": "8"})
     slurm_commands.answer("scontrol", "   JobState=RUNNING Reason=None\n")
-    check_wanted(run, restarts=0, is_link=True, job=JobRef("8"))
+    admit_job(run, restarts=0, is_link=True, job=JobRef("8"))
     assert slurm_commands.calls("scontrol") == [["show", "job", "7"]]
 
 
 def test_a_chain_without_an_attempt_begins(tmp_path: Path, slurm_commands: Slurm) -> None:
-    check_wanted(RunFolder(tmp_path / "new").make(), restarts=0, is_link=True, job=JobRef("8"))
+    admit_job(RunFolder(tmp_path / "new").make(), restarts=0, is_link=True, job=JobRef("8"))
     assert slurm_commands.calls("scontrol") == []
