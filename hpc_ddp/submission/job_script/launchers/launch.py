@@ -7,8 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from hpc_ddp.core.job.variables import is_of_hpc_ddp
+from hpc_ddp.submission.job_script.bash.counts import (
+    is_gpus_of_all_nodes,
+    tasks_per_node,
+    whole_number,
+)
 from hpc_ddp.submission.job_script.bash.scope import Scope
-from hpc_ddp.submission.job_script.bash.words import Word, joined, literal, separated
+from hpc_ddp.submission.job_script.bash.words import Word, join_words, literal, split_at
 from hpc_ddp.submission.job_script.conversion import LOST, NO_COMPONENTS, OURS
 from hpc_ddp.submission.job_script.launchers.options import Options, option_name
 
@@ -86,7 +91,7 @@ class Launch:
         return whether the word has that form. Another word changes nothing."""
         match = re.match(r"([A-Za-z_]\w*)=", word.text)
         if match:
-            self.env[match[1]] = word.after(len(match[0]))
+            self.env[match[1]] = word.without_start(len(match[0]))
             self.unset.pop(match[1], None)
         return bool(match)
 
@@ -137,7 +142,7 @@ class Launch:
                 self.mark(word.line, LOST, f"{launcher} {word.text}: see {launcher}'s own page")
             elif use == "env":
                 if operand:
-                    for pair in separated(operand, ","):
+                    for pair in split_at(operand, ","):
                         self.set_variable(pair)
             elif kind in "=!":
                 self.settings[key] = [operand if operand and kind == "=" else word]
@@ -161,9 +166,9 @@ class Launch:
         behind = None if is_inside else operand
         if kind == "+":
             option = literal(f"--{name}", word.line)
-            self.add(key, joined(f"--{name}=", operand) if operand else option)
+            self.add(key, join_words(f"--{name}=", operand) if operand else option)
         elif kind == "%":
-            self.add(key, joined(word, " ", behind) if behind else word)
+            self.add(key, join_words(word, " ", behind) if behind else word)
         else:
             self.add(key, *([word, behind] if behind else [word]))
 
@@ -175,17 +180,17 @@ class Launch:
         tasks or processes is then lost, unless it is Slurm's own variable, or, of tasks and
         processes, as many on each node; `option` is named in the reason."""
         ends = re.fullmatch(r"(\d+)-(\d+)", operand.text) if operand else None
-        number = scope.number(operand) if ends is None else None
+        number = whole_number(operand, scope) if ends is None else None
         if ends and ends[1] == ends[2]:
             number = int(ends[1])
         setattr(self, key, number)
         of_node = {"tasks": "tasks_per_node", "processes": "workers"}.get(key)
-        if of_node and (per_node := scope.number_per_node(operand)):
+        if of_node and (per_node := tasks_per_node(operand, scope)):
             setattr(self, of_node, per_node)
             return
         is_counted = key[:2] in ("no", "ta", "pr")
         is_known = operand is None or re.fullmatch(r"\$\{?SLURM_\w+\}?", operand.text)
-        is_each_gpu = key == "processes" and operand and scope.is_each_gpu(operand)
+        is_each_gpu = key == "processes" and operand and is_gpus_of_all_nodes(operand, scope)
         if number is None and is_counted and not (is_known or is_each_gpu):
             text = f"{option}: only the job knows it: nodes, nproc-per-node = N"
             if ends:

@@ -83,8 +83,8 @@ def option_name(word: Word, letters: Mapping[str, str], names: str = "") -> tupl
     """
     text = word.text
     if letters and re.match(r"-\w", text):
-        return letters.get(text[1], text[1]), word.after(2) if len(text) > 2 else None
+        return letters.get(text[1], text[1]), word.without_start(2) if len(text) > 2 else None
     head = text.partition("=")[0]
-    operand = word.after(len(head) + 1) if "=" in text else None
+    operand = word.without_start(len(head) + 1) if "=" in text else None
     name = head.lstrip("-").replace("_", "-")
     return full_name(name, names) if names else name, operand

@@ -9,7 +9,7 @@ import re
 
 from hpc_ddp.core.job.slurm_options import SHORT_OPTIONS, SRUN
 from hpc_ddp.submission.job_script.bash.scope import Scope
-from hpc_ddp.submission.job_script.bash.words import Word, joined, literal
+from hpc_ddp.submission.job_script.bash.words import Word, join_words, literal
 from hpc_ddp.submission.job_script.conversion import LOST, NO_COMPONENTS
 from hpc_ddp.submission.job_script.launchers.launch import Launch
 from hpc_ddp.submission.job_script.launchers.options import FLAGS, Options, is_launcher, option_name
@@ -97,7 +97,7 @@ def as_srun(words: list[Word]) -> list[Word]:
             remaining = remaining[1:]
     if len(remaining) < 2:  # the host alone
         return words
-    text = joined(remaining[1], *(piece for word in remaining[2:] for piece in (" ", word)))
+    text = join_words(remaining[1], *(piece for word in remaining[2:] for piece in (" ", word)))
     return [*(literal(part, words[0].line) for part in ("srun", "bash", "-c")), text]
 
 
@@ -136,7 +136,7 @@ def read_mpirun(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
     pairs: list[Word] = []
     for word in launch.take_first_component(words):  # --mca has two values
         if len(pairs) > 2 and re.fullmatch(r"--?(g|prte)?mca", pairs[-2].text):
-            word = joined(pairs[-2], " ", pairs[-1], " ", word)
+            word = join_words(pairs[-2], " ", pairs[-1], " ", word)
             del pairs[-2:]
         pairs.append(word)
     return launch.take_options(pairs, _MPIRUN, scope)
@@ -204,7 +204,7 @@ def read_wrapper(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
     become ``container``. Return the words behind ``exec``, [] without it."""
     at = next((i for i, word in enumerate(words) if word.text == "exec"), len(words))
     pieces = [piece for word in words[: at + 1] for piece in (" ", word)]
-    launch.settings["container"] = [joined(*pieces[1:])]
+    launch.settings["container"] = [join_words(*pieces[1:])]
     return words[at + 1 :]
 
 
@@ -223,7 +223,7 @@ def read_env(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
         if operand is None and name in _ENV_WITH_VALUE and remaining:
             operand = remaining.pop(0)
         elif operand and name not in _ENV_WITH_VALUE and word.text[:2] != "--":  # -iu NAME
-            remaining.insert(0, joined("-", operand))
+            remaining.insert(0, join_words("-", operand))
         if name == "unset" and operand and re.fullmatch(r"[A-Za-z_]\w*", operand.text):
             launch.env.pop(operand.text, None)
             launch.unset[operand.text] = word.line, bool(launch.step)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 
 from hpc_ddp.core.job.checks import TORCHRUN_SETTLED
+from hpc_ddp.submission.job_script.bash.counts import whole_number
 from hpc_ddp.submission.job_script.bash.scope import Scope
 from hpc_ddp.submission.job_script.bash.words import Part, Word, literal
 from hpc_ddp.submission.job_script.conversion import LOST
@@ -65,7 +66,7 @@ def read_torchrun(words: list[Word], launch: Launch, scope: Scope) -> list[Word]
     launch.take_program(launch.take_options(words, Options(uses, _TORCHRUN_FLAGS), scope))
     options = launch.options
     nodes, at = options.get("nnodes") or options.get("nnode") or (None, 0)  # as argparse has it
-    of_nodes = 1 if "standalone" in options else scope.number(nodes)
+    of_nodes = 1 if "standalone" in options else whole_number(nodes, scope)
     if of_nodes == 1 and "SLURM_NNODES" not in scope.numbers:
         launch.nodes = launch.nodes or 1
     elif of_nodes not in (None, scope.numbers.get("SLURM_NNODES")):
@@ -77,7 +78,7 @@ def read_torchrun(words: list[Word], launch: Launch, scope: Scope) -> list[Word]
         launch.workers = 1  # its default
     for option in counts:
         count, at = options.get(option, (literal("gpu"), 0))
-        if scope.number(count) is None and not (count and _ALL_GPUS.fullmatch(count.text)):
+        if whole_number(count, scope) is None and not (count and _ALL_GPUS.fullmatch(count.text)):
             text = "only the job knows it: nproc-per-node = N"
             launch.mark(at, LOST, f"{name} --{option}: {text}")
     if name == "composer":

@@ -60,7 +60,7 @@ def choose_launch(reader: Reader, result: Conversion) -> tuple[Launch | None, in
     start = candidates[first][1]  # in the text of one bash -c the last one counts
     at, chosen, training = [
         entry for entry in candidates
-        if entry[1] is start or (entry[1].inside and entry[1].text == start.text)
+        if entry[1] is start or (entry[1].in_task and entry[1].text == start.text)
     ][-1]  # fmt: skip
     for index, statement, launch in launches:
         entry = (index, statement, launch)
@@ -135,7 +135,7 @@ def _make_plain(statement: Statement) -> None:
     function has the words that it is called with."""
     statement.launch, statement.text = None, statement.around or statement.text
     if syntax.uses_arguments(statement.text):
-        statement.text = " ".join(word.bash() for word in statement.words)
+        statement.text = " ".join(word.as_bash() for word in statement.words)
 
 
 def _trains(launch: Launch) -> bool:

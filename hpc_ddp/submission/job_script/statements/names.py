@@ -79,7 +79,7 @@ def note_lost(statements: Sequence[Statement], set_by_lines: Set[str], result: C
     nothing sets any more: neither a line, of which `set_by_lines` are the names, nor a setting."""
     texts = [text for key in result.lists for text, _ in result.lists[key] if key != "env-names"]
     used = {name for text in texts for name in (*names_in(text), text.removesuffix("[@]"))}
-    for statement in (s for s in statements if not s.inside and s.launch is None):
+    for statement in (s for s in statements if not s.in_task and s.launch is None):
         for name in sorted({statement.name, *statement.sets} & used - set_by_lines):
             if not is_of_hpc_ddp(name) and not (statement.lost or name in result.unknown):
                 text = f"not taken over: ${name}, which a line that is left uses"

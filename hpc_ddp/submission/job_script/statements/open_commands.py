@@ -25,7 +25,7 @@ def extends_launch(name: str, block: syntax.Node, scope: Scope, place: Place) ->
     words, '' for the batch script."""
     assigned = scope.values.get(name)
     words = split_text(assigned) if isinstance(assigned, Word) else assigned or []
-    if not words or not syntax.is_only_added(name, block):
+    if not words or not syntax.only_adds_words(name, block):
         return False
     return read_launch(words, scope, place.step).weight > 0  # 0: no launch
 

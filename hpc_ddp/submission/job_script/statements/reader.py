@@ -12,7 +12,7 @@ from hpc_ddp.core.job.variables import is_of_hpc_ddp
 from hpc_ddp.submission.job_script.bash import loops, syntax
 from hpc_ddp.submission.job_script.bash.conditions import branches_of, idle_lines, running_branch
 from hpc_ddp.submission.job_script.bash.scope import Scope
-from hpc_ddp.submission.job_script.bash.syntax import Node, commands_of, set_in, source
+from hpc_ddp.submission.job_script.bash.syntax import Node, commands_of, names_set_in, source
 from hpc_ddp.submission.job_script.bash.words import Part, Word, literal
 from hpc_ddp.submission.job_script.conversion import LOST, OURS, TAKEN, VERDICT, Mark
 from hpc_ddp.submission.job_script.launchers.launch import Launch
@@ -22,7 +22,7 @@ from hpc_ddp.submission.job_script.statements.statement import (
     Place,
     Statement,
     inner_text,
-    set_by_calls,
+    names_set_by_calls,
 )
 
 _CHOOSES = "a condition that only the job knows chooses a launch"
@@ -61,7 +61,7 @@ class Reader:
         kind = node.type
         is_block = kind in ("compound_statement", "subshell") and self._has_launch(node)
         if is_block and kind == "subshell":
-            with self._child_shell(node, self.scope.arguments, self.scope.are_set):
+            with self._child_shell(node, self.scope.arguments, self.scope.arguments_are_set):
                 self._walk_children(node)
         elif is_block or kind in ("program", "do_group"):
             self._walk_children(node)
@@ -90,14 +90,14 @@ class Reader:
 
     @contextmanager
     def _child_shell(
-        self, node: Node, arguments: Sequence[Word] | None, are_set: bool
+        self, node: Node, arguments: Sequence[Word] | None, arguments_are_set: bool
     ) -> Iterator[None]:
         """A context for the statements of a child shell, `node`; then the scope is as before."""
         text = source(node).strip()
-        shell = Statement(text, self._at(node), inside=self._place.inside, shells=self._shells)
+        shell = Statement(text, self._at(node), in_task=self._place.in_task, shells=self._shells)
         self.child_shells.append(shell)
         before = self.scope, self._functions, self._exports_all, self._shells
-        self.scope = self.scope.child(arguments, are_set)
+        self.scope = self.scope.child(arguments, arguments_are_set)
         self._functions = {**self._functions}
         self._shells = (*self._shells, len(self.child_shells) - 1)
         yield
@@ -117,22 +117,22 @@ class Reader:
         change. A statement that uses arguments which are not known is lost."""
         text = text or source(node).strip()
         statement = Statement(
-            text, self._at(node), inside=self._place.inside, shells=self._shells, **known_facts
+            text, self._at(node), in_task=self._place.in_task, shells=self._shells, **known_facts
         )
         if not (statement.name or statement.launch or statement.defines):
-            statement.sets = set_in(node)
-            names = statement.sets | set_by_calls(node, self._functions)
+            statement.sets = names_set_in(node)
+            names = statement.sets | names_set_by_calls(node, self._functions)
             longer = {n for n in statement.sets if extends_launch(n, node, self.scope, self._place)}
             self.scope.forget_changes(text, statement.first, names, longer)
             for name in longer - self.open_commands.keys():
-                before = [s for s in self.statements if s.name == name and not s.inside]
+                before = [s for s in self.statements if s.name == name and not s.in_task]
                 self.open_commands[name] = before
-        is_plain = not (statement.launch or statement.defines or self.scope.are_set)
-        if is_plain and syntax.uses_arguments(text, is_without=self.scope.has_none):
+        is_plain = not (statement.launch or statement.defines or self.scope.arguments_are_set)
+        if is_plain and syntax.uses_arguments(text, are_none=self.scope.lacks_arguments):
             if self.scope.arguments is None:
                 statement.lost = statement.lost or OF_ARGUMENTS
             elif statement.name and isinstance(statement.assigned, Word):
-                statement.text = f"{statement.name}={statement.assigned.bash()}"
+                statement.text = f"{statement.name}={statement.assigned.as_bash()}"
             else:
                 statement.lost = statement.lost or "it uses the arguments of its function"
         self.statements.append(statement)
@@ -187,7 +187,7 @@ class Reader:
             return
         if first == "shift" and self.scope.arguments is not None:
             self.scope.shift_arguments(words[-1])
-            if self.scope.are_set:  # set-up lines give the job the script's arguments
+            if self.scope.arguments_are_set:  # set-up lines give the job the script's arguments
                 self._add(node, words=words)
             self._resolve(node, "the arguments of a function")
             return
@@ -207,7 +207,7 @@ class Reader:
             self._resolve(around or node, "the launch")
             self._read_inner(launch, node, output)
         elif not launch.weight or launch.inner is not None:
-            is_of_arguments = first in ("shift", "getopts") and not self.scope.are_set
+            is_of_arguments = first in ("shift", "getopts") and not self.scope.arguments_are_set
             lost = OF_ARGUMENTS if is_of_arguments or not (words or before) else ""
             self._add(around or node, words=words, output=output, lost=lost)
         else:
@@ -229,7 +229,7 @@ class Reader:
         self._place = place
         earlier = set(map(id, before))
         for statement in (s for s in self.statements if id(s) not in earlier):
-            statement.outer = outer if statement.inside else None
+            statement.outer = outer if statement.in_task else None
             if statement.launch is not None:
                 statement.launch.take_from(outer)
                 statement.output, statement.text = statement.output or output, source(node)
@@ -270,8 +270,8 @@ class Reader:
         that no statement is added here. Plain Python counts in a text or a task, else by
         `Scope.counts_python`."""
         arguments = self.scope.arguments if arguments is None else arguments
-        probe = Reader(self.scope.child(arguments, self.scope.are_set))
-        probe._place = self._place.looked_at(step)
+        probe = Reader(self.scope.child(arguments, self.scope.arguments_are_set))
+        probe._place = self._place.search_place(step)
         probe._functions = {n: f for n, f in self._functions.items() if f[0] is not part}
         node = syntax.parse(part) if isinstance(part, str) else part
         for command in commands_of(syntax.body_of(node)):
@@ -299,7 +299,11 @@ class Reader:
             else:
                 reason = f"`{source(last):.30}` asks how the launch ended: see hpc-ddp's verdict"
                 self._add(last, lost=reason)
-        elif commands and syntax.redirected(first).type != "command" and self._has_launch(first):
+        elif (
+            commands
+            and syntax.redirected_command(first).type != "command"
+            and self._has_launch(first)
+        ):
             self._walk(first)  # a block
         elif commands:
             self._command(commands[0], syntax.target_of(node), node)
@@ -314,7 +318,7 @@ class Reader:
         """Append the statements of a function's body where it is called with `words`, and remove
         the statement of its definition."""
         definition, statement, place = self._functions.pop(name)  # it may call itself
-        before = self.scope.arguments, self.scope.are_set, self._place
+        before = self.scope.arguments, self.scope.arguments_are_set, self._place
         self._resolve(node, f"calls {name}")
         self._place = replace(self._place, lines=place.lines, shift=place.shift)
         self._resolve(definition, f"the function {name}, read where it is called")
@@ -323,9 +327,9 @@ class Reader:
         for one in removed:
             self.resolved.setdefault(one.lines[0], (OURS, f"{name} is read where it is called"))
         self.statements = [s for s in self.statements if all(s is not one for one in removed)]
-        self.scope.arguments, self.scope.are_set = words, False
+        self.scope.arguments, self.scope.arguments_are_set = words, False
         self._walk(definition.child_by_field_name("body"))
-        self.scope.arguments, self.scope.are_set, self._place = before
+        self.scope.arguments, self.scope.arguments_are_set, self._place = before
         self._functions[name] = definition, statement, place
 
     def _resolve(self, node: Node, text: str, group: str = TAKEN) -> None:
@@ -335,7 +339,7 @@ class Reader:
 
     def _function_definition(self, node: Node) -> None:
         name = source(node.child_by_field_name("name"))
-        sets = set_in(node) | set_by_calls(node, self._functions)
+        sets = names_set_in(node) | names_set_by_calls(node, self._functions)
         self._functions[name] = node, self._add(node, defines=name, sets=sets), self._place
 
     def _if_statement(self, node: Node) -> None:
@@ -366,7 +370,11 @@ class Reader:
         over the nodes (`of_nodes` then gets its variables, but for a counter), as the statements of
         its body; any other as one that is lost. One over arguments that are not there goes."""
         text, has_launch = source(node), self._has_launch(node)
-        if self.scope.arguments is None and self.scope.has_none and loops.is_for_arguments(node):
+        if (
+            self.scope.arguments is None
+            and self.scope.lacks_arguments
+            and loops.is_for_arguments(node)
+        ):
             self.scope.defaults.add("@")
             self._resolve(node, "the script's arguments: there are none", OURS)
             return
@@ -374,7 +382,9 @@ class Reader:
         if len(words) == 1 and words[0].is_static:
             name = source(node.child_by_field_name("variable"))
             self.scope.set(name, words[0])
-            self._add(node.children[0], f"{name}={words[0].bash()}", name=name, assigned=words[0])
+            self._add(
+                node.children[0], f"{name}={words[0].as_bash()}", name=name, assigned=words[0]
+            )
             self._resolve(node, "a loop over one word")
             self._walk(node.child_by_field_name("body"))
             return
@@ -386,7 +396,7 @@ class Reader:
             reason = "a loop of launches: hpc-ddp sweep, or a job for each"
             self._add(node, lost=reason if has_launch else "")
             return
-        for name in set_in(node):
+        for name in names_set_in(node):
             self.scope.set(name, None)
             self.of_nodes.add(name)
         if name := loops.counter_of(text):  # it is the node's number, which each task knows

@@ -53,7 +53,7 @@ class Refusals:
         self._statements, self._of_nodes = reader.statements, reader.of_nodes
         self.launch, self._at, self._name = launch, at, name
         # Assignments of the batch script, definitions, and values of what is temporary, by name.
-        self.assigned = {s.name: s for s in self._statements if s.name and not s.inside}
+        self.assigned = {s.name: s for s in self._statements if s.name and not s.in_task}
         self.functions = {s.defines: s for s in self._statements if s.defines}
         counts = Counter(name for s in self._statements for name in {s.name, *s.sets})
         self._temporary = {
@@ -64,7 +64,7 @@ class Refusals:
         }  # fmt: skip
         self._loads = [s.lines[0] for s in self._statements if syntax.sets_anything(s.text)]
         # Variables that hold a launch, or its beginning.
-        of_words = ((s.name, s.assigned) for s in self._statements if s.name and not s.inside)
+        of_words = ((s.name, s.assigned) for s in self._statements if s.name and not s.in_task)
         self._launching = {
             name
             for name, assigned in of_words
@@ -192,7 +192,7 @@ class Refusals:
         if training and is_after and (reason := self._outer_reason(statement, training)):
             return reason
         reason = self.reason(REFUSED, statement, is_after)
-        is_of_batch = not (statement.inside or is_after)
+        is_of_batch = not (statement.in_task or is_after)
         if reason == DELETES and is_of_batch and ONLY_DELETES.fullmatch(self._with_values(text)):
             statement.is_once, reason = True, ""
         may_launch = _STEP.match(text) or re.match(STARTS_PYTHON, text, re.S)
@@ -206,7 +206,7 @@ class Refusals:
         if is_beside and not (reason or is_settled or PRINTS.match(text)):
             return _BESIDE
         is_outside = self.launch and self.launch.enters_container and index < self._at
-        is_outside = is_outside and statement.inside and not statement.name
+        is_outside = is_outside and statement.in_task and not statement.name
         return reason or (_OUTSIDE if is_outside and not _IN_BOTH.match(text) else "")
 
     def _outer_reason(self, statement: Statement, training: Statement) -> str:
@@ -217,7 +217,7 @@ class Refusals:
         if len(training.shells) <= depth:
             return ""
         shell = training.shells[depth]
-        inner = [s for s in self._statements if shell in s.shells and not s.inside]
+        inner = [s for s in self._statements if shell in s.shells and not s.in_task]
         if names := {n for s in inner for n in (s.name, s.defines, *s.sets)} & statement.names:
             return f"the shell around the launch sets another {min(names)}: teardown, if needed"
         is_moved = any(s.first in ("cd", "pushd") for s in inner)

@@ -67,10 +67,10 @@ class Sorter:
         self.launch, self._at = launch, at
         self._refusals = Refusals(reader, launch, at, name)
         self._statements = reader.statements
-        self._not_set, self._of_shell = reader.scope.not_set, reader.scope.of_shell
+        self._not_set, self._shell_names = reader.scope.not_set, reader.scope.shell_names
         self._numbers = reader.scope.numbers
         # Names of assignments in tasks, and of command lines.
-        self._inner = {s.name for s in self._statements if s.name and s.inside}
+        self._inner = {s.name for s in self._statements if s.name and s.in_task}
         self._commands = {
             s.name for s in self._statements
             if s.name and isinstance(s.assigned, Word) and is_command(s.assigned)
@@ -127,9 +127,9 @@ class Sorter:
             return Fate(OURS, "a function that nothing calls")
         if reason := self._refusals.reason(DECIDED, statement, is_after):
             return Fate(OURS, reason)
-        if is_print and (self._prints_ours(statement) or (statement.inside and is_after)):
+        if is_print and (self._prints_ours(statement) or (statement.in_task and is_after)):
             return Fate(OURS, "it prints a variable that is left out")
-        if statement.inside and is_after:
+        if statement.in_task and is_after:
             return Fate(LOST, "after the program, in each task: there is no such key")
         folder = self._folder(statement, index)
         if folder == self._start:
@@ -164,7 +164,7 @@ class Sorter:
             self._functions_after.append((text, statement.lines[0]))
             is_after, is_before = True, statement.defines in self._needed_before
             key, text = ("setup", text) if is_before else ("teardown", "")
-        if statement.inside:
+        if statement.in_task:
             key = "node-setup" if self.launch and self.launch.kind else "worker-setup"
             for name in sorted(statement.names - self._inner):  # exported for the task
                 if not OF_A_JOB.fullmatch(name) and f"${name}" in text.replace("{", ""):
@@ -205,7 +205,7 @@ class Sorter:
         before = self._statements[: self._at]
         moves = [s for s in before if re.search(r"(^|[\s;&])(cd|pushd|popd)\b", s.text)]
         match = re.fullmatch(r"cd (\S+?)/?(\s*\|\|\s*(exit|\{).*)?", statement.text, re.S)
-        if not match or moves != [statement] or statement.inside or len(statement.words) != 2:
+        if not match or moves != [statement] or statement.in_task or len(statement.words) != 2:
             return ""
         word = statement.words[1]
         text = re.sub(r"^\$\{?HOME\}?", "~", word.text)
@@ -229,10 +229,10 @@ class Sorter:
         return what becomes of the assignment."""
         name, assigned = statement.name, statement.assigned
         content = assigned.text if isinstance(assigned, Word) else ""
-        is_only_there = name in self._in_launch & self._commands and not statement.inside
+        is_only_there = name in self._in_launch & self._commands and not statement.in_task
         self._in_launch |= statement.names if name in self._in_launch else set()
         is_used = (statement.exported and not is_only_there) or name in self._needed
-        is_of_batch = statement.of_script and not (statement.inside or is_of_hpc_ddp(name))
+        is_of_batch = statement.of_script and not (statement.in_task or is_of_hpc_ddp(name))
         is_used |= is_of_batch and (self._of_files is None or name in self._of_files)
         if is_secret(name, content) or content.startswith("<"):
             self.result.secrets[name] = content
@@ -248,9 +248,9 @@ class Sorter:
             return Fate(LOST, text)
         if name == "IFS":  # how bash splits the lines behind it
             return self._keep(statement, statement.text, index > self._at)
-        if is_of_hpc_ddp(name) and (name not in self._needed or statement.inside):
+        if is_of_hpc_ddp(name) and (name not in self._needed or statement.in_task):
             return Fate(OURS, f"workers have hpc-ddp's {name}, if any")
-        if is_used or statement.inside:
+        if is_used or statement.in_task:
             return self._write_variable(statement, index, is_used)
         if not statement.of_script:
             return Fate(TAKEN, "the launch")
@@ -266,7 +266,7 @@ class Sorter:
         text = statement.text.partition("=")[2]
         is_passed = re.fullmatch(rf'"?\$(?:{name}|\{{{name}(?::?-)?\}})"?', text)
         is_first = not any(name in {s.name, *s.sets} for s in self._statements[:index])
-        is_needed = "-" not in text or name in self._of_shell
+        is_needed = "-" not in text or name in self._shell_names
         if is_used and is_passed and is_needed and is_first and index < self._brought_at:
             self.result.append("env-names", name, line)
             return Fate(TAKEN, "env-names")
@@ -278,7 +278,7 @@ class Sorter:
             return Fate(TAKEN, "env")
         is_after = index > self._at
         later = name in self._needed_after and not is_after
-        is_exported = statement.exported or later or statement.inside
+        is_exported = statement.exported or later or statement.in_task
         if later and isinstance(assigned, list):
             self.result.note(line, f"${name} is an array: teardown does not have it")
         text = f"export {statement.text}" if is_exported else statement.text
@@ -292,7 +292,7 @@ class Sorter:
         assigned, name = statement.assigned, statement.name
         is_earlier = any(name in {s.name, *s.names, *s.sets} for s in self._statements[:index])
         is_late = is_earlier or index > self._brought_at or is_of_hpc_ddp(name)
-        is_ready = statement.exported and not (statement.inside or is_late)
+        is_ready = statement.exported and not (statement.in_task or is_late)
         is_ready = is_ready and not any(map(is_of_worker, statement.names))
         return bool(is_ready and isinstance(assigned, Word) and not is_secret(name)) and all(
             OF_A_JOB.fullmatch(n) and n not in {name, *self._refusals.assigned, *self._not_set}

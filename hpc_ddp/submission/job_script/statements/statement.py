@@ -27,13 +27,13 @@ class Place:
     in_text: bool = False  # of a bash -c or an eval
     in_image: bool = False  # of a container
 
-    def looked_at(self, step: str) -> Place:
+    def search_place(self, step: str) -> Place:
         """Return the place of a text that is only searched for launches, in tasks of `step` ('':
         as here), and maybe in a loop over the nodes."""
         return replace(self, lines=None, shift=None, step=step or self.step, in_loop=True)
 
     @property
-    def inside(self) -> bool:
+    def in_task(self) -> bool:
         """Whether each task runs the text, or the container does: no line of the batch script."""
         return bool(self.step) or self.in_image
 
@@ -56,7 +56,7 @@ class Statement:
     assigned: Value = None
     exported: bool = False
     launch: Launch | None = None
-    inside: bool = False
+    in_task: bool = False
     output: str = ""
     around: str = ""  # the text of the list or condition around a launch
     lost: str = ""
@@ -116,7 +116,7 @@ def with_functions(statement: Statement, functions: Mapping[str, Statement]) -> 
     return [*needed.values()]
 
 
-def set_by_calls(
+def names_set_by_calls(
     node: syntax.Node, functions: Mapping[str, tuple[syntax.Node, Statement, Place]]
 ) -> set[str]:
     """Return the names that may be set by the `functions`, by name, which a block calls."""
