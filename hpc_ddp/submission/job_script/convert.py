@@ -26,7 +26,7 @@ from hpc_ddp.submission.job_script.directives import (
 )
 from hpc_ddp.submission.job_script.project_file import is_code
 from hpc_ddp.submission.job_script.statements.choice import choose_launch, has_launch
-from hpc_ddp.submission.job_script.statements.names import note_lost, pass_on
+from hpc_ddp.submission.job_script.statements.names import note_lost_variables, take_shell_variables
 from hpc_ddp.submission.job_script.statements.reader import Reader
 from hpc_ddp.submission.job_script.statements.sorting import Sorter
 from hpc_ddp.submission.job_script.statements.statement import Statement, first_load
@@ -289,12 +289,12 @@ def convert(
     sorter.take_statements()
     scope.is_open |= first_load(reader.statements) < len(reader.statements)
     statement = reader.statements[at] if launch else Statement("", (0, 0))
-    program.take(statement, result, directives, reader, cwd, folder)
+    program.take_launch(statement, result, directives, reader, cwd, folder)
     if at_ifs := [at for text, at in result.lists.get("setup", ()) if _SPLITS.fullmatch(text)]:
         result.append("setup", "unset IFS", at_ifs[-1])  # the batch script relies on bash's own
     take_tasks(directives, result, (text, _program_text(result, folder)))
-    missing, optional = pass_on(reader.statements, sorter.kept, result, environ)
-    note_lost(reader.statements, sorter.kept, result)
+    missing, optional = take_shell_variables(reader.statements, sorter.kept, result, environ)
+    note_lost_variables(reader.statements, sorter.kept, result)
     scope.defaults |= optional
     if arguments:
         for key in {"setup", "teardown"} & result.lists.keys():

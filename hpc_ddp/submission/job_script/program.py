@@ -44,7 +44,7 @@ _SETUP = ("setup", "node-setup", "worker-setup")
 _TRUE = ("module", "no-python")
 
 
-def take(
+def take_launch(
     statement: Statement, result: Conversion, directives: Directives, reader: Reader,
     cwd: Path, folder: Path,
 ) -> None:  # fmt: skip

@@ -41,7 +41,7 @@ OF_A_JOB = re.compile(
 # Code for all of an array, or of another variable, that `leave_open` has left open: ${NAME[@]:0}
 # and ${NAME-}. These forms are no plain names, so that no value takes their place.
 TAILS = ("[@]:0", "-")
-_READS_DEVICES = re.compile(
+_READS_DEVICES = re.compile(  # into an array, [1]
     r"IFS=[\"']?,[\"']?\s+read\s+-r?a\s+(\w+)\s*<<<\s*\"?\$\{?CUDA_VISIBLE_DEVICES\}?\"?$"
 )
 # IFS as it was, or as it is in bash.
@@ -78,8 +78,9 @@ class Scope:
     defaults: set[str] = field(default_factory=set)  # those whose defaults are used: ${NAME:-x}
 
     def child(self, arguments: Sequence[Word] | None, arguments_are_set: bool) -> Scope:
-        """Return the scope of a child shell with other `arguments` (see the fields): what it sets
-        changes no value here. `secrets`, `formatted`, `guesses` and `defaults` are shared."""
+        """Return the scope of a child shell with other arguments, as in the fields of these names.
+        Its assignments change no value here, while `secrets`, `formatted`, `gpu_counts`, `guesses`
+        and `defaults` are shared."""
         scope = replace(self, arguments=arguments, arguments_are_set=arguments_are_set)
         scope.values, scope.versions = {**self.values}, Counter(self.versions)
         return scope
@@ -175,9 +176,11 @@ class Scope:
     def _is_left_open(self, name: str) -> bool:
         """Return whether `leave_open` has put code behind the value of the variable `name`."""
         old = self.values.get(name)
-        words = old[-1:] if isinstance(old, list) else [old] if old else []
-        texts = [part.text for word in words for part in word.parts[-1:]]
-        return any(text in {f"${{{name}{tail}}}" for tail in TAILS} for text in texts)
+        if isinstance(old, list):
+            parts = [part for word in old[-1:] for part in word.parts]
+        else:
+            parts = [*old.parts[-1:]] if old else []
+        return any(part.text in {f"${{{name}{tail}}}" for tail in TAILS} for part in parts)
 
     def set(self, name: str, assigned: Value) -> None:
         """Set the value of the variable `name` from here on, None if only the job knows it."""
@@ -205,7 +208,7 @@ class Scope:
         self.formatted |= names if _FORMATS.match(text) else set()
         if match := _READS_DEVICES.match(text):
             self.gpu_counts[match[1]] = count_devices(self.values.get("CUDA_VISIBLE_DEVICES"))
-        before = r"[\s;&\"']" if first == "eval" else r"[\s;&]"
+        before = r"[\s;&\"']" if first == "eval" else r"[\s;&]"  # eval runs texts in quotes, too
         if first != "cd" and re.search(rf"(^|{before})(cd|pushd|popd)\b", text):
             self.set("PWD", None)
 
@@ -240,6 +243,7 @@ class Scope:
         return sum(self.versions[name] for name in names_in(code))
 
     def _code_part(self, text: str, is_quoted: bool) -> Part:
+        """Return code as a part of a word, with the version that its variables have now."""
         return Part(text, is_code=True, splits=not is_quoted, version=self._version(text))
 
     def _parts(self, node: Node, is_quoted: bool) -> Iterator[Part]:

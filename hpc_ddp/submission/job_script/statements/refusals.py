@@ -96,7 +96,7 @@ class Refusals:
                 status |= {statement.name} - {""}
                 unknown |= dict.fromkeys({statement.name} - {""}, f"line {statement.lines[0]}")
                 continue
-            if index > self._at and statement.ends_only(started):
+            if index > self._at and statement.only_ends(started):
                 statement.decided = "the end of the job ends it"
                 continue
             if not statement.lost and self._finds_address(statement, of_address, unknown):
