@@ -224,15 +224,15 @@ class ArgumentWriter:
             is_of_hpc_ddp(name) and name in self.assigned - self.result.unknown.keys()
             for name in word.names
         )
-        if word.is_one and not (is_early and is_set):
+        if word.stays_one_word and not (is_early and is_set):
             return self.write_one(word, at)
         self.count += 1
         name, line = f"ARGUMENTS_{self.count}", "{0}=({1})".format
         if self.is_evaluated or (outer and not is_early):  # bash reads their values
             self.expand(outer, at)  # they are exported for the task
-            self.result.append(self.key, f'eval "{line(name, word.bash(True))}"', at)
+            self.result.append(self.key, f'eval "{line(name, word.as_bash(True))}"', at)
         else:
-            self.result.append(self.key, line(name, word.bash()), at)
+            self.result.append(self.key, line(name, word.as_bash()), at)
         self.expand([f"{name}[@]"], at)
         return f"${{{name}[@]}}"
 
@@ -264,14 +264,14 @@ class ArgumentWriter:
         self.count += 1
         name, quoted = f"ARGUMENTS_{self.count}", replace(word, parts=tuple(
             replace(part, splits=False) for part in word.parts))  # fmt: skip
-        self.result.append("setup", f"{name}={quoted.bash()}", at)
+        self.result.append("setup", f"{name}={quoted.as_bash()}", at)
         self.expand([name], at)
         return f"${name}"
 
     def write_variable(self, name: str, word: Word, at: int) -> None:
         """Write a variable of the program, of line `at`: into ``[env]``, or as a set-up line behind
         the others where these change it or may do so, or where its value has code."""
-        line = f"export {name}={word.bash()}"
+        line = f"export {name}={word.as_bash()}"
         if name in self.of_tasks and self.key != "setup":
             self.result.append(self.key, line, at)
         elif not self.is_open and name not in self.assigned and word.is_static:

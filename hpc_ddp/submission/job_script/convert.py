@@ -26,7 +26,7 @@ from hpc_ddp.submission.job_script.directives import (
 )
 from hpc_ddp.submission.job_script.project_file import is_code
 from hpc_ddp.submission.job_script.statements.choice import choose_launch, has_launch
-from hpc_ddp.submission.job_script.statements.names import note_lost, pass_on
+from hpc_ddp.submission.job_script.statements.names import note_lost_variables, take_shell_variables
 from hpc_ddp.submission.job_script.statements.reader import Reader
 from hpc_ddp.submission.job_script.statements.sorting import Sorter
 from hpc_ddp.submission.job_script.statements.statement import Statement, first_load
@@ -78,8 +78,8 @@ def _add_notes(result: Conversion, scope: Scope, missing: set[str]) -> None:
     """Add notes on what depends on the script's arguments, on the end of an attempt, and on
     variables of the submitting shell: those that the `scope` has taken as unset, and those
     `missing` in it."""
-    of_shell = scope.defaults - {*"123456789@"}
-    if scope.defaults != of_shell or "job script's own arguments" in str(result.marks):
+    shell_names = scope.defaults - {*"123456789@"}
+    if scope.defaults != shell_names or "job script's own arguments" in str(result.marks):
         text = "give the script's arguments, if it gets any: hpc-ddp import job.sbatch -- ARG…"
         result.note(0, text)
     lines = result.lists.get("teardown", ())
@@ -94,8 +94,11 @@ def _add_notes(result: Conversion, scope: Scope, missing: set[str]) -> None:
         result.note(0, f"${name} is taken to be unset: by that a launch is chosen")
     end = ", unless a file or module that the script loads sets them" if scope.is_open else ""
     for variables, reason in (
-        (missing - of_shell, f"not set in this shell: to be exported before hpc-ddp submit{end}"),
-        (of_shell, "taken as unset: if your shell has one, write it"),
+        (
+            missing - shell_names,
+            f"not set in this shell: to be exported before hpc-ddp submit{end}",
+        ),
+        (shell_names, "taken as unset: if your shell has one, write it"),
     ):
         names = [f"${name}" for name in sorted(variables) if _is_of_shell(name)]
         if names:
@@ -145,9 +148,9 @@ def _write_numbers(result: Conversion, numbers: Mapping[str, int], reader: Reade
     statement sets, that a step with other tasks has (the launch's own, by ``bash -c``), and texts
     that bash does not expand. `numbers` are as from `sizes`."""
     fixed = {name for s in reader.statements for name in (s.name, *s.sets)}
-    launches = [s.launch for s in reader.statements if s.launch and s.inside]
+    launches = [s.launch for s in reader.statements if s.launch and s.in_task]
     if any(launch.tasks or launch.tasks_per_node for launch in launches):
-        fixed |= {f"SLURM_{name}" for name in _OF_STEP.split()} - reader.of_batch
+        fixed |= {f"SLURM_{name}" for name in _OF_STEP.split()} - reader.batch_variables
     numbers = {name: number for name, number in numbers.items() if name not in fixed}
     changed = _OF_TASKS if _has_fewer_tasks(result, numbers) else _OF_GPUS
 
@@ -242,7 +245,7 @@ def convert(
         name: literal(environ[name]) for name in ("HOME", "USER", "LOGNAME") if name in environ
     }
     of_wrapper = Scope(
-        {**of_cwd, **shell}, arguments=words, has_none=not words, of_shell=environ.keys(),
+        {**of_cwd, **shell}, arguments=words, lacks_arguments=not words, shell_names=environ.keys(),
         defaults=defaults, hides=secrets.is_secret,
     )  # fmt: skip
     job = unwrap(text, of_wrapper)
@@ -254,7 +257,7 @@ def convert(
     def read(counts_python: bool) -> Reader:
         scope = Scope(
             {**of_cwd, "PWD": literal(start)}, numbers, not_set(directives), words, bool(words),
-            not words, of_shell=environ.keys(), guesses=guesses, defaults=defaults,
+            not words, shell_names=environ.keys(), guesses=guesses, defaults=defaults,
             counts_python=counts_python, hides=secrets.is_secret,
         )  # fmt: skip
         reader = Reader(scope)
@@ -286,12 +289,12 @@ def convert(
     sorter.take_statements()
     scope.is_open |= first_load(reader.statements) < len(reader.statements)
     statement = reader.statements[at] if launch else Statement("", (0, 0))
-    program.take(statement, result, directives, reader, cwd, folder)
+    program.take_launch(statement, result, directives, reader, cwd, folder)
     if at_ifs := [at for text, at in result.lists.get("setup", ()) if _SPLITS.fullmatch(text)]:
         result.append("setup", "unset IFS", at_ifs[-1])  # the batch script relies on bash's own
     take_tasks(directives, result, (text, _program_text(result, folder)))
-    missing, optional = pass_on(reader.statements, sorter.kept, result, environ)
-    note_lost(reader.statements, sorter.kept, result)
+    missing, optional = take_shell_variables(reader.statements, sorter.kept, result, environ)
+    note_lost_variables(reader.statements, sorter.kept, result)
     scope.defaults |= optional
     if arguments:
         for key in {"setup", "teardown"} & result.lists.keys():

@@ -150,7 +150,7 @@ def take_directives(directives: Directives, result: Conversion, file: str = "") 
     """Put directives into a conversion: the groups of their lines, and the settings of those that
     are taken over. Where an output has the job's name (``%x``) and no job name is set, the job gets
     that of the script's `file`, as Slurm names a job. Nodes, CPUs, GPUs and pyxis are left to
-    `program.take`, since the launch has such options, too."""
+    `program.take_launch`, since the launch has such options, too."""
     for name, (operand, line) in directives.options.items():
         text = as_raw(name, operand)
         group, reason = _use(name, operand)

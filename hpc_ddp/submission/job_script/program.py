@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from hpc_ddp.core.job.variables import is_of_hpc_ddp, is_of_slurm
-from hpc_ddp.submission.job_script.bash.words import Word, joined, literal
+from hpc_ddp.submission.job_script.bash.words import Word, join_words, literal
 from hpc_ddp.submission.job_script.conversion import (
     LOST,
     OURS,
@@ -44,7 +44,7 @@ _SETUP = ("setup", "node-setup", "worker-setup")
 _TRUE = ("module", "no-python")
 
 
-def take(
+def take_launch(
     statement: Statement, result: Conversion, directives: Directives, reader: Reader,
     cwd: Path, folder: Path,
 ) -> None:  # fmt: skip
@@ -65,7 +65,7 @@ def take(
     _take_program(launch, result, cwd, folder)
     _take_python(launch, result, _has_environment(launch, directives))
     writer.is_evaluated = launch.is_evaluated
-    if statement.inside:
+    if statement.in_task:
         writer.key = "node-setup" if launch.kind else "worker-setup"
     _take_arguments(launch, writer)
     _take_settings(launch, writer)
@@ -80,12 +80,17 @@ def take(
 
 def _make_writer(result: Conversion, reader: Reader) -> ArgumentWriter:
     """Return a writer into `result` that knows the variables of the `reader`'s statements."""
-    outer = (s for s in reader.statements if not s.inside)
+    outer = (s for s in reader.statements if not s.in_task)
     names = {name for s in outer for name in (s.name, *s.sets)}
-    of_tasks = {s.name for s in reader.statements if s.name and s.inside} - names
+    of_tasks = {s.name for s in reader.statements if s.name and s.in_task} - names
     scope = reader.scope
     return ArgumentWriter(
-        result, names, reader.of_batch, of_tasks, scope.is_open, has_arguments=scope.are_set
+        result,
+        names,
+        reader.batch_variables,
+        of_tasks,
+        scope.is_open,
+        has_arguments=scope.arguments_are_set,
     )
 
 
@@ -269,7 +274,7 @@ def _take_image(launch: Launch, directives: Directives, result: Conversion) -> N
         launch.add("srun", *launch.settings.pop("container-options", []))
     if any(word.text for word in launch.settings.get("image", [])):
         launch.settings.setdefault("container-options", [])[:0] = [
-            joined(f"--{name}=" if word.text else f"--{name}", word)
+            join_words(f"--{name}=" if word.text else f"--{name}", word)
             for name, word in words.items()
             if is_of_pyxis(name) and name != "container-image"
         ]

@@ -6,6 +6,7 @@ import operator
 import re
 from collections.abc import Callable, Iterable, Iterator
 
+from hpc_ddp.submission.job_script.bash.counts import whole_number
 from hpc_ddp.submission.job_script.bash.scope import Scope
 from hpc_ddp.submission.job_script.bash.syntax import (
     Node,
@@ -17,63 +18,84 @@ from hpc_ddp.submission.job_script.bash.syntax import (
 from hpc_ddp.submission.job_script.bash.words import Word
 
 Branch = tuple[list[Node], list[Node]]  # the commands of its condition, and its lines
+# What the operators of a test ask of the two words around them.
 _OPERATORS: dict[str, Callable[..., bool]] = {
     **dict.fromkeys(("=", "==", "-eq"), operator.eq),
     **{"!=": operator.ne, "-ne": operator.ne, "-gt": operator.gt, "-lt": operator.lt},
     **{"-ge": operator.ge, "-le": operator.le},
 }
 
+# Operators of arithmetic, and those of a test on numbers.
 _COMPARISONS = {"==": "-eq", "!=": "-ne", ">": "-gt", "<": "-lt", ">=": "-ge", "<=": "-le"}
-
-_OPERAND = r"(\w+|\$\w+|\$\{#?\w+(?:\[[@*]\])?\})"
-
+_OPERAND = r"(\w+|\$\w+|\$\{#?\w+(?:\[[@*]\])?\})"  # a number, NAME, $NAME, ${#NAME[@]} …
+# One comparison in arithmetic, as ((N > 1)): its operands are [1] and [3], the operator [2].
 _ARITHMETIC = re.compile(rf"^\(\(\s*{_OPERAND}\s*([=!<>]=|[<>])\s*{_OPERAND}\s*\)\)$")
+# A test, as [ -z "$A" ] or [[ $A == x ]]: [1] the first operand, '' without, [2] the operator, and
+# [3] the last operand.
+_TEST = re.compile(r"\[\[?(|\s.*?)\s+(==?|!=|-\w+)\s+(.*?)\s+\]\]?", re.S)
 
 
 def truth_of(node: Node, scope: Scope, is_guessed: bool) -> bool | None:
-    """Return whether a condition holds, as ``[ $N -gt 1 ]`` or ``((N > 1))``; None where only the
-    job knows, or where the condition is more than one comparison. `is_guessed` is as in
-    `_is_empty`."""
-    text = _ARITHMETIC.sub(_as_test, source(node).strip())
-    text = re.sub(r"\$\{(\w+):?-\}", r"$\1", text)  # by `set -u`: no other value
-    match = re.fullmatch(r"\[\[?(|\s.*?)\s+(==?|!=|-\w+)\s+(.*?)\s+\]\]?", text, re.S)
+    """Return whether the condition `node` holds in the job: ``[ $N -gt 1 ]``, ``[[ -n $A ]]``,
+    ``((N > 1))``, ``true`` or ``false``. None where only the job knows, and for any other
+    condition, as two comparisons or a pattern. With `is_guessed` a variable that nothing sets is
+    taken to be empty, and noted in ``scope.guesses``: see `_is_empty`."""
+    text = _ARITHMETIC.sub(_test_of_comparison, source(node).strip())
+    text = re.sub(r"\$\{(\w+):?-\}", r"$\1", text)  # ${A-} serves `set -u`: it is $A
+    test = _TEST.fullmatch(text)
     is_unknown = uses_arguments(text) and scope.arguments is None
-    if not match or is_unknown or re.search(r"[&|<>()*?]", text.replace("$((", "")):
+    is_more = re.search(r"[&|<>()*?]", text)  # several comparisons, a substitution or a pattern
+    if not test or is_unknown or is_more:
         return {"true": True, "false": False}.get(text)
-    words = scope.words(commands_of(parse(f": {match[1]} {match[3]}"))[0].named_children[1:])
-    texts = [word.text for word in words]
-    if match[2] in ("-z", "-n") and not match[1] and len(words) < 2:
+    first, operator_text, last = test.groups()
+    # The operands are read as arguments of the command ":".
+    words = scope.words(commands_of(parse(f": {first} {last}"))[0].named_children[1:])
+    if operator_text in ("-z", "-n") and not first and len(words) < 2:
         is_empty = _is_empty(words, scope, is_guessed)
-        return None if is_empty is None else is_empty == (match[2] == "-z")
-    if len(words) != 2 or match[2] not in _OPERATORS:
+        return None if is_empty is None else is_empty == (operator_text == "-z")
+    return _compare(words, operator_text, scope)
+
+
+def _compare(words: list[Word], operator_text: str, scope: Scope) -> bool | None:
+    """Return whether a test's operator, as ``-gt``, holds for its two words. Words that are numbers
+    are compared as numbers, also by ``=``. None where only the job knows a word, and for other
+    operators (``-f``) or other than two words."""
+    if len(words) != 2 or operator_text not in _OPERATORS:
         return None
-    numbers = [scope.number(word) for word in words]
+    compare = _OPERATORS[operator_text]
+    numbers = [whole_number(word, scope) for word in words]
     if all(number is not None for number in numbers):
-        return bool(_OPERATORS[match[2]](*numbers))
-    if match[2].startswith("-") or not all(word.is_static for word in words):
+        return bool(compare(*numbers))
+    if operator_text.startswith("-") or not all(word.is_static for word in words):
         return None
-    return bool(_OPERATORS[match[2]](*texts))
+    return bool(compare(*(word.text for word in words)))
 
 
-def _as_test(match: re.Match[str]) -> str:
-    """Return the test that an arithmetic comparison of `_ARITHMETIC` is."""
+def _test_of_comparison(match: re.Match[str]) -> str:
+    """Return the test for an arithmetic comparison, a match of `_ARITHMETIC`: ``[ $N -gt 1 ]`` for
+    ``((N > 1))``."""
     first, comparison, second = match.groups()
+    # A variable of arithmetic has no $ of its own.
     operands = [re.sub(r"^(?=[A-Za-z_])", "$", operand) for operand in (first, second)]
     return f"[ {operands[0]} {_COMPARISONS[comparison]} {operands[1]} ]"
 
 
 def _is_empty(words: list[Word], scope: Scope, is_guessed: bool) -> bool | None:
-    """Return whether the words of a test by ``-z`` or ``-n``, one or none, are empty; None where
-    only the job knows. Slurm's variables count as set, also that of a job's GPUs. A variable that
-    nothing in the script sets counts as unset if `is_guessed`, and is then added to
-    ``scope.guesses``, or if it is there."""
+    """Return whether the operand of ``-z`` or ``-n`` is empty: `words` has one word, or none where
+    nothing is left of it. None where only the job knows.
+
+    Slurm's variables are not empty, unless they are in ``scope.not_set``; nor is
+    CUDA_VISIBLE_DEVICES in a job with GPUs, if the script does not set it. A variable that neither
+    the script, a file that it sources nor the submitting shell sets is taken to be empty with
+    `is_guessed`, and is then added to ``scope.guesses``; without it, if it is there already.
+    """
     names = [name for word in words for name in word.names]
     of_slurm = {name for name in names if name.startswith("SLURM_")}
     if scope.numbers.get("SLURM_GPUS_ON_NODE"):
         of_slurm |= {"CUDA_VISIBLE_DEVICES"} & {*names} - scope.values.keys()
     if of_slurm:
-        return bool(of_slurm & scope.not_set)  # one that is set is not empty
-    if any(scope.is_open or name in scope.values or name in scope.of_shell for name in names):
+        return bool(of_slurm & scope.not_set)
+    if any(scope.is_open or name in scope.values or name in scope.shell_names for name in names):
         return None
     if not is_guessed and not scope.guesses.issuperset(names):
         return None
@@ -82,12 +104,12 @@ def _is_empty(words: list[Word], scope: Scope, is_guessed: bool) -> bool | None:
 
 
 def branches_of(node: Node) -> Iterable[Branch]:
-    """Yield the commands of the condition (none for ``else``) and the lines of each branch of an
-    ``if``. The last command decides."""
+    """Yield, for each branch of an ``if`` in order, the commands of its condition and its lines.
+    The last of these commands decides; an ``else`` has none."""
     clauses = [child for child in node.children if child.type in ("elif_clause", "else_clause")]
-    for clause in (node, *clauses):
+    for clause in (node, *clauses):  # the node itself is the first branch
         types = [child.type for child in clause.children]
-        start = types.index("then") if "then" in types else 0
+        start = types.index("then") if "then" in types else 0  # else
         yield (
             [child for child in clause.children[:start] if child.is_named],
             [child for child in clause.children[start:] if child.is_named and child not in clauses],
@@ -95,21 +117,23 @@ def branches_of(node: Node) -> Iterable[Branch]:
 
 
 def running_branch(branches: list[Branch], scope: Scope, is_guessed: bool) -> int | None:
-    """Return the index of the branch that runs, and the number of branches where none does; None
-    where only the job knows. `scope` and `is_guessed` are as in `truth_of`."""
-    for number, (condition, _) in enumerate(branches):
+    """Return the index of the branch of an ``if`` that runs; the number of branches where none
+    does; None where only the job knows, or a condition has several commands. `scope`, which may be
+    changed, and `is_guessed` are as in `truth_of`."""
+    for index, (condition, _) in enumerate(branches):
         truths = [truth_of(command, scope, is_guessed) for command in condition]
-        is_true = truths[0] if len(truths) == 1 else None if truths else True
+        is_else = not truths
+        is_true = is_else or (truths[0] if len(truths) == 1 else None)
         if is_true is None:
             return None
         if is_true:
-            return number
+            return index
     return len(branches)
 
 
 def idle_lines(branches: Iterable[Branch], chosen: int) -> Iterator[tuple[Node, str]]:
-    """Yield the lines of the branches of an ``if`` that do not run, each with the reason; `chosen`
-    is the number of the branch that runs."""
-    for number, (_, lines) in enumerate(branches):
-        reason = "its condition is false" if number < chosen else "an earlier branch runs"
-        yield from ((line, reason) for line in lines if number != chosen)
+    """Yield the lines of those branches of an ``if`` that do not run, each with the reason.
+    `chosen` is from `running_branch`."""
+    for index, (_, lines) in enumerate(branches):
+        reason = "its condition is false" if index < chosen else "an earlier branch runs"
+        yield from ((line, reason) for line in lines if index != chosen)

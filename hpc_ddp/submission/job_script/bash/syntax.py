@@ -1,19 +1,16 @@
-"""The syntax tree of a job script: searches in it, and conditions whose truth follows from it."""
+"""The syntax tree of a job script, and searches in it and in its code."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.submission.job_script.bash.quotes import without_quoted_texts
 
-if TYPE_CHECKING:
-    from hpc_ddp.submission.job_script.bash.scope import Scope
-    from hpc_ddp.submission.job_script.bash.values import Value
-
 Node = Any  # a tree_sitter.Node: the package is optional
+Span = tuple[int, int]  # the first byte, and the one behind the last
 # Also of an option; but not a redirection, which has a word behind it: sort <a> b.
 _PLACEHOLDER = re.compile(
     rb"(?m)(?<!\S)<[A-Za-z][\w .-]*>(?=[ \t]*(?:$|#|\\\n|<[A-Za-z]))"
@@ -30,21 +27,6 @@ _OF_WORDS = ("word", "string", "raw_string", "concatenation", "number", "command
              "simple_expansion", "expansion", "command_substitution")  # fmt: skip
 _BARE_TEXT = re.compile(rb"[ \t]*<<[^<]")  # a here-document that has no command
 _IN_TEXT = ("string", "heredoc_body", "simple_expansion", "expansion")
-# Commands by which scripts count the job's nodes, the GPUs of their node, and those of a list.
-_NODES = r"(\$\(|`)\s*scontrol\s+show\s+hostnames?(\s+\"?\$\{?SLURM_(JOB_)?NODELIST\}?\"?)?\s*"
-_COUNTS_NODES = re.compile(rf"{_NODES}\|\s*wc -[lw]\s*[)`]")
-_LISTS_NODES = re.compile(rf"{_NODES}[)`]")
-_LENGTH = re.compile(r"\$\{#(\w+)\[[@*]\]\}")  # of an array
-_COUNTS_GPUS = re.compile(
-    r"(\$\(|`)\s*nvidia-smi\s+(-L|--list-gpus|--query-gpu=\w+\s+--format=csv,noheader)"
-    r"\s*\|\s*wc -l\s*[)`]"
-)
-_COUNTS_LISTED = re.compile(
-    r"(\$\(|`)\s*(jq -n \"\[\$\{?CUDA_VISIBLE_DEVICES\}?\] *\| *length\""
-    r"|echo\s+\"?\$\{?CUDA_VISIBLE_DEVICES\}?\"?\s*\|"
-    r"\s*(tr\s+[\"']?,[\"']?\s[^|;&()`]*\|\s*wc\s+-[lw]"
-    r"|awk\s+-F\s*[\"']?,[\"']?\s+'\{\s*print NF;?\s*\}'))\s*[)`]"
-)
 # A file that is sourced sets any variable; these set none that a job script asks for.
 _SOURCES = re.compile(r"(?:^|[\s;&])(?:source|\.)\s+[\"']?(\S+)")
 _OF_SYSTEM = re.compile(r"/etc/|.*(activate|conda\.sh|bashrc|profile|modules\.sh)[\"']?$")
@@ -56,9 +38,10 @@ _SETTERS = ("read", "mapfile", "readarray", "printf", "let", "getopts", "declare
 
 
 def parse(text: str) -> Node:
-    """Return the root of the syntax tree of a bash script. The tree's text differs a little from
-    the script's: a placeholder, ``=<name>``, has quotes; see also `_with_whole_words`. Raises
-    UsageError where the parser of bash, or that of YAML, is not installed."""
+    """Return the root of the syntax tree of a bash script, `text`. The tree's text differs a little
+    from the script's, while lines keep their numbers: a placeholder, ``=<name>``, has quotes, and
+    see `_with_whole_words`. Raise UsageError where the parser of bash, or that of YAML, is not
+    installed."""
     try:
         import tree_sitter
         import tree_sitter_bash
@@ -69,20 +52,20 @@ def parse(text: str) -> Node:
             hint="pip install tree-sitter tree-sitter-bash pyyaml",
         ) from None
     language = tree_sitter.Language(tree_sitter_bash.language())
-    parser, before = tree_sitter.Parser(language), b""
-    text = re.sub(r"(\\(\n|$)\s*)+$", "", text) + "\n"  # a line that goes on, and does not
+    parser, parsed = tree_sitter.Parser(language), b""
+    text = re.sub(r"(\\(\n|$)\s*)+$", "", text) + "\n"  # a backslash at the script's end
     text = text.replace("$(((", "$(( (")  # which tree-sitter-bash 0.25 reads as commands in ${…}
     code = _quote_placeholders(parser.parse(text.encode()).root_node, text.encode())
-    while code != before:
-        root, before = parser.parse(code).root_node, code
+    while code != parsed:  # a change lets the parser see others
+        root, parsed = parser.parse(code).root_node, code
         code = _with_whole_words(root, code)
     return root
 
 
 def _quote_placeholders(root: Node, code: bytes) -> bytes:
-    """Return a script's text with quotes around each word ``<name>``, which is no redirection, but
-    not in texts that have quotes, or are of a here-document. `code` is the text, `root` its
-    tree."""
+    """Return a script's `code` with quotes around each placeholder: ``--name '<yours>'`` for
+    ``--name <yours>``, which bash would read as a redirection. Those in quotes, in here-documents
+    and in ``${…}`` stay as they are. `root` is the tree of the code."""
     nodes = (node for node in all_below(root) if node.type in (*_IN_TEXT, "raw_string"))
     texts = [range(node.start_byte, node.end_byte) for node in nodes]
     return _PLACEHOLDER.sub(
@@ -91,146 +74,180 @@ def _quote_placeholders(root: Node, code: bytes) -> bytes:
 
 
 def _with_whole_words(root: Node, code: bytes) -> bytes:
-    """Return a script's text, changed where tree-sitter-bash 0.25 sees the end of a word too early,
-    without an error: with ``${NAME}`` for ``$NAME``, ``'x'`` for ``\\x``, and a line's end within a
-    word moved behind the word; with ``;`` behind a line of assignments, and with ``:`` before a
-    here-document that has no command. `code` is the text, `root` the tree of it."""
-    nodes, edits = [*root.children], {}
+    """Return a script's `code`, changed where tree-sitter-bash 0.25 reads it otherwise than bash,
+    without an error. The result has to be parsed and given to this function again, until nothing
+    changes. `root` is the tree of the code.
+
+    First come the changes of `_edits_at`. Where there are none, a line's end within a word moves
+    behind the word, with a blank: ``a\\<newline>b`` becomes ``ab \\<newline>``.
+    """
+    nodes, edits = [*root.children], dict[Span, bytes]()
     breaks: dict[int, int] = {}  # where a word with broken lines begins, by where it ends
     while nodes:
         node = nodes.pop()
         nodes += node.children
-        start = code.rfind(b"\n", 0, node.start_byte) + 1
-        if node.type == "<" and _BARE_TEXT.fullmatch(code[start : node.start_byte + 3]):
-            edits[start, start] = b": "  # of <<
-        after = node.next_sibling
-        if node.type == "variable_assignment" and node.parent.type == "command" and after:
-            between = code[node.end_byte : after.start_byte].replace(b"\\\n", b"")
-            if (
-                b"\n" in between or after.type == "comment"
-            ):  # which bash does not take for the variables of one command
-                edits[node.end_byte, node.end_byte] = b";"
-        name = re.compile(rb"[A-Za-z_]\w*|\d").match(code, node.end_byte)
-        if name and node.type == "$" and node.parent.type != "simple_expansion":
-            edits[name.span()] = b"{%b}" % name[0]
-        end = node.next_sibling.start_byte if node.next_sibling else node.parent.end_byte
-        end = max(end, node.end_byte + 2) if node.type not in (")", "))", "`") else end
-        for blank in re.compile(rb"\\([\t -&(-~])").finditer(code, node.end_byte, end):
-            if node.parent.type not in _IN_TEXT:
-                edits[blank.span()] = b"'%b'" % blank[1]
-        variable = (
-            re.match(rb"(\w+)(?:\\\n)+$", node.text) if node.type == "variable_name" else None
-        )
-        if variable and node.parent.type == "simple_expansion":
-            edits[node.start_byte, node.start_byte + len(variable[1])] = b"{%b}" % variable[1]
-        broken = _BROKEN_WORD.match(code, node.end_byte) if node.type in _OF_WORDS else None
-        is_end = re.search(rb"(?<!\\)\s$", code[max(0, node.end_byte - 2) : node.end_byte])
-        if broken and node.parent.type not in _IN_TEXT and not is_end:
+        edits |= _edits_at(node, code)
+        if broken := _rest_of_broken_word(node, code):
             breaks[broken.end()] = min(broken.start(), breaks.get(broken.end(), len(code)))
     if not edits:
         for end, start in breaks.items():
             lines = code[start:end].count(b"\\\n")
             edits[start, end] = code[start:end].replace(b"\\\n", b"") + b" " + b"\\\n" * lines
-    for (start, end), new in sorted(edits.items(), reverse=True):
+    for (start, end), new in sorted(edits.items(), reverse=True):  # from the end: offsets hold
         code = code[:start] + new + code[end:]
     return code
 
 
+def _edits_at(node: Node, code: bytes) -> dict[Span, bytes]:
+    """Return the new texts, by the span of bytes in `code` that each replaces, which make the
+    parser read the code at a node as bash does."""
+    edits: dict[Span, bytes] = {}
+    line_start, after = code.rfind(b"\n", 0, node.start_byte) + 1, node.next_sibling
+    # << behind no command becomes : <<
+    if node.type == "<" and _BARE_TEXT.fullmatch(code[line_start : node.start_byte + 3]):
+        edits[line_start, line_start] = b": "
+    # A line of assignments gets a ; at its end: they are no variables of the next line's command.
+    if node.type == "variable_assignment" and node.parent.type == "command" and after:
+        between = code[node.end_byte : after.start_byte].replace(b"\\\n", b"")
+        if b"\n" in between or after.type == "comment":
+            edits[node.end_byte, node.end_byte] = b";"
+    # $NAME of which the parser sees the $ alone becomes ${NAME}.
+    name = re.compile(rb"[A-Za-z_]\w*|\d").match(code, node.end_byte)
+    if name and node.type == "$" and node.parent.type != "simple_expansion":
+        edits[name.span()] = b"{%b}" % name[0]
+    # \x behind a node, up to the next one, becomes 'x'.
+    end = after.start_byte if after else node.parent.end_byte
+    end = max(end, node.end_byte + 2) if node.type not in (")", "))", "`") else end
+    for escaped in re.compile(rb"\\([\t -&(-~])").finditer(code, node.end_byte, end):
+        if node.parent.type not in _IN_TEXT:
+            edits[escaped.span()] = b"'%b'" % escaped[1]
+    # $NAME with a line's end behind it, which the parser takes for a part of NAME, becomes ${NAME}.
+    is_of_expansion = node.type == "variable_name" and node.parent.type == "simple_expansion"
+    variable = re.match(rb"(\w+)(?:\\\n)+$", node.text) if is_of_expansion else None
+    if variable:
+        edits[node.start_byte, node.start_byte + len(variable[1])] = b"{%b}" % variable[1]
+    return edits
+
+
+def _rest_of_broken_word(node: Node, code: bytes) -> re.Match[bytes] | None:
+    """Return what follows in `code` of the word that begins with a node: a backslash, the line's
+    end, and more of the word, once or several times. None where the word goes on in no other
+    line."""
+    if node.type not in _OF_WORDS or node.parent.type in _IN_TEXT:
+        return None
+    # A node that has a blank at its end is a whole word.
+    is_end = re.search(rb"(?<!\\)\s$", code[max(0, node.end_byte - 2) : node.end_byte])
+    return None if is_end else _BROKEN_WORD.match(code, node.end_byte)
+
+
 def source(node: Node) -> str:
-    """Return the text of a node; '' for None."""
+    """Return the code that a node stands for, as in the tree; '' for None."""
     return "" if node is None else node.text.decode()
 
 
-def uses_arguments(text: str, is_without: bool = False) -> bool:
-    """Return whether some code uses the script's own arguments (``$1``, ``$@``, ``$#``). One with a
-    default, ``${1:-x}``, does not count; nor do those of awk or Python, in single quotes. With
-    `is_without`, for a script without arguments, ``$@`` does not count either."""
+def uses_arguments(text: str, are_none: bool = False) -> bool:
+    """Return whether bash code, `text`, uses the arguments of its script or function: ``$1``,
+    ``$@``, ``$*`` or ``$#``. Those with a default, as ``${1:-x}``, do not count; nor do those of
+    awk or Python, in single quotes; nor, where the script gets no arguments (`are_none`), ``$@``
+    and ``$*``, which are then nothing."""
     code = without_quoted_texts(text)
-    return bool(_ARGUMENTS.search(_ALL_ARGUMENTS.sub("", code) if is_without else code))
+    return bool(_ARGUMENTS.search(_ALL_ARGUMENTS.sub("", code) if are_none else code))
 
 
 def commands_of(node: Node) -> list[Node]:
-    """Return all commands in a node, in order, and the node itself if it is a command. Commands in
-    substitutions are left out."""
+    """Return all simple commands in a node, in the script's order; the node itself is the first if
+    it is one. Commands in substitutions, ``$(…)``, are left out."""
     return [inner for inner in _descend(node) if inner.type == "command"]
 
 
 def body_of(node: Node) -> Node:
-    """Return the body of a function, or of a loop that is no ``while``; else the node itself."""
+    """Return the body of a function, or of a ``for``; any other node itself. It is so for
+    ``while`` and ``until``, whose conditions may have a launch, too."""
     body = None if node.type == "while_statement" else node.child_by_field_name("body")
     return body or node
 
 
 def is_comment(node: Node) -> bool:
-    """Return whether a node is a here-document that nothing reads, and in which nothing is run."""
+    """Return whether a node is a comment in the form of a here-document, ``: <<EOT``, in which bash
+    runs nothing: it has quotes around its word, or neither ``$(…)``, a backquote nor a form of
+    ``${…}`` but plain names."""
     if node.type != "redirected_statement":
         return False
-    first, *redirects = node.named_children
-    start = source(redirects[0].named_children[0]) if redirects else ""
-    is_plain = start[:1] in ("'", '"', "\\") or not re.search(r"`|\$\(|\$\{\w*[^\w}]", source(node))
-    is_text = [redirect.type for redirect in redirects] == ["heredoc_redirect"]
-    return source(first) == ":" and is_text and is_plain
+    command, *redirects = node.named_children
+    word = source(redirects[0].named_children[0]) if redirects else ""
+    is_quoted = word[:1] in ("'", '"', "\\")
+    is_plain = is_quoted or not re.search(r"`|\$\(|\$\{\w*[^\w}]", source(node))
+    is_document = [redirect.type for redirect in redirects] == ["heredoc_redirect"]
+    return source(command) == ":" and is_document and is_plain
 
 
 def only_reports(node: Node) -> bool:
-    """Return whether a block, with all its branches, does no more than print or end the script."""
+    """Return whether a block, with all its branches, has commands, and these do no more than print
+    or end the script; a comment does no more. Commands that write files, set variables or run
+    others by ``$(…)``, except ``$(date)`` and ``$(hostname)``, do."""
     kinds = {inner.type for inner in _descend(node)}
     names = {source(command.child_by_field_name("name")) for command in commands_of(node)}
-    code = re.search(r"`|\$\((?!\(|date|hostname)", source(node))
-    sets = {"variable_assignment", "unset_command", "declaration_command", "function_definition"}
+    runs_others = re.search(r"`|\$\((?!\(|date|hostname)", source(node))
+    setters = {"variable_assignment", "unset_command", "declaration_command", "function_definition"}
+    does_more = runs_others or kinds & {"file_redirect", *setters}
     is_empty = not names and node.type != "comment"
-    return names <= _REPORTING and not (is_empty or code or kinds & {"file_redirect", *sets})
+    return names <= _REPORTING and not (is_empty or does_more)
 
 
-def set_in(node: Node) -> set[str]:
-    """Return the variables that a block may set, as ``N`` by ``for N in 1 2``, ``read N`` or
-    ``((N++))``; some of its other words may be among them."""
+def names_set_in(node: Node) -> set[str]:
+    """Return the variables that a block may set, as ``N`` by ``N=1``, ``for N in 1 2``, ``read N``
+    or ``((N++))``; some of its other words may be among them."""
     names: set[str] = set()
     for inner in _descend(node):
         words, kind = [source(child) for child in inner.named_children], inner.type
         if kind in ("variable_assignment", "for_statement"):
-            names.add(re.split(r"\W", words[0])[0])
+            names.add(re.split(r"\W", words[0])[0])  # A of A[1]
         elif kind == "unset_command" or source(inner.child_by_field_name("name")) in _SETTERS:
             names |= {re.split(r"\W", word)[0] for word in words}
         elif kind.endswith("_expression") and re.search(r"[^=!<>]=[^=]|\+\+|--", source(inner)):
-            names |= {*words[:1]}
+            names |= {*words[:1]}  # N of ((N=1)), ((N+=1)) and ((N++))
     return {name for name in names if re.fullmatch(r"[A-Za-z_]\w*", name)}
 
 
-def is_added(name: str, text: str) -> bool:
-    """Return whether an assignment adds words to the end of the variable `name`: ``NAME+=(…)``,
-    ``NAME=("${NAME[@]}" …)``, ``NAME+=" …"`` or ``NAME="$NAME …"``; not one that goes on with the
-    last word, or adds operators of the shell, as for ``eval``."""
+def adds_words(name: str, text: str) -> bool:
+    """Return whether an assignment, `text`, only adds words to the end of the variable `name`:
+    ``NAME+=(…)``, ``NAME=("${NAME[@]}" …)``, ``NAME+=" …"`` or ``NAME="$NAME …"``. What is added
+    begins with a blank, so that it does not go on with the last word, and has no operators of the
+    shell, as ``;`` for ``eval``."""
     array = rf"{name}(\+=\(|=\(\s*\"\$\{{{name}\[@\]\}}\"\s)"
     blank = r"(?=\s|\\\n)"
     double = rf"{name}(\+=\"|=\"\$({name}|\{{{name}\}})){blank}{_ADDED_TEXT}\"$"
     return any(re.match(form, text) for form in (array, double, rf"{name}\+='\s[^';&|<>]*'$"))
 
 
-def is_only_added(name: str, node: Node) -> bool:
-    """Return whether a block adds words to the variable `name` by assignments (`is_added`), and
-    does not name it elsewhere but in comments and prints."""
-    inner = [*_descend(node)]
-    texts = [source(n) for n in inner if n.type == "variable_assignment"]
-    texts = [text for text in texts if re.match(rf"{name}\b", text)]
-    prints = [source(n) for n in inner if n.type == "comment" or _is_print(n)]
+def only_adds_words(name: str, node: Node) -> bool:
+    """Return whether a block has assignments to the variable `name`, all of which add words to it
+    (`adds_words`), and names it nowhere else but in comments and prints."""
+    nodes = [*_descend(node)]
+    assignments = [source(n) for n in nodes if n.type == "variable_assignment"]
+    assignments = [text for text in assignments if re.match(rf"{name}\b", text)]
+    prints = [source(n) for n in nodes if n.type == "comment" or _is_print(n)]
     remaining = source(node)
-    for text in (*texts, *prints):
+    for text in (*assignments, *prints):
         remaining = remaining.replace(text, " ", 1)
     is_elsewhere = re.search(rf"\b{name}\b", remaining)
-    return bool(texts) and not is_elsewhere and all(is_added(name, text) for text in texts)
+    add_words = all(adds_words(name, text) for text in assignments)
+    return bool(assignments) and not is_elsewhere and add_words
 
 
 def _is_print(node: Node) -> bool:
-    """Return whether a node is a command that only prints, and not into a file or a pipe."""
-    around = ("redirected_statement", "pipeline")
-    is_plain = node.type == "command" and node.parent.type not in around
+    """Return whether a node is an ``echo`` or ``printf``, and not into a file or a pipe."""
+    is_plain = node.type == "command" and node.parent.type not in (
+        "redirected_statement",
+        "pipeline",
+    )
     return is_plain and source(node.child_by_field_name("name")) in ("echo", "printf")
 
 
 def sets_anything(text: str) -> bool:
-    """Return whether some code may set any variable: it sources a file, evaluates a text, or sets a
-    variable by another one's value, as ``export $NAME=1``."""
+    """Return whether bash code, `text`, may set any variable: it sources a file, unless this is one
+    of the system or of an environment (`_OF_SYSTEM`); it has an ``eval``, but for Conda's; or it
+    sets a variable whose name is in another one, as ``export $NAME=1``."""
     evaluates = re.search(r"\beval\s(?!.*\bconda\b)", text) or _SETS_BY_NAME.search(text)
     return bool(evaluates) or any(not _OF_SYSTEM.match(path) for path in _SOURCES.findall(text))
 
@@ -246,8 +263,9 @@ def names_needed(text: str, name: str) -> set[str]:
     - ``A=$A:x`` with "A": {"A"}, and ``A``, of ``export A``, with "A": {"A"}
     - ``trap 'f' EXIT`` with "": {"f"}, which may be a function
     """
-    is_trap = text.startswith("trap")  # it runs its text
+    is_trap = text.startswith("trap")  # it runs the text in its quotes
     text = re.sub("[\"']", " ", text) if is_trap else without_quoted_texts(text)
+    # Words in a command's place, which may be functions: at a line's begin, behind ; or behind do.
     before = r"(?:trap(?:\s+--)?|then|do|else|elif|if|while|until|time)\b"
     called = re.findall(rf"(?:^|[;&|({{`!\n]|\b{before})\s*(?!{before})([A-Za-z_]\w*)", text)
     exported = text.split()[2:] if text.startswith("export -f") else []
@@ -257,71 +275,47 @@ def names_needed(text: str, name: str) -> set[str]:
 
 
 def is_pattern(node: Node) -> bool:
-    """Return whether bash makes other words of an unquoted one: names of files, as of ``*.py``, or
-    those that ``{a,b}`` stands for."""
+    """Return whether bash makes other words of a word that stands in no quotes: names of files, as
+    of ``*.py`` and ``[ab].py``, or those that ``{a,b}`` and ``{1..3}`` stand for. A ``*`` or ``?``
+    counts only in a word that is one node, without variables or quoted parts."""
     if node.type not in ("word", "concatenation"):
         return False
-    text = re.sub(r"'[^']*'|\"(\\.|[^\"\\])*\"|\$\{[^}]*\}", "", source(node))
-    is_of_files = not node.named_children and re.search(r"(?<!\\)[*?]", text)
-    # Not the list of an argument, as Hydra's layers=[1,2].
-    is_of_files = is_of_files or re.search(r"(?<![\\=])\[[^],\s]+\]", text)
-    return bool(is_of_files or re.search(r"(?<![$\\])\{[^{}\s]*(,|\.\.)[^{}\s]*\}", text))
+    text = re.sub(r"'[^']*'|\"(\\.|[^\"\\])*\"|\$\{[^}]*\}", "", source(node))  # its unquoted text
+    has_star = not node.named_children and re.search(r"(?<!\\)[*?]", text)
+    # A list as Hydra's layers=[1,2] is no set of letters.
+    has_set = re.search(r"(?<![\\=])\[[^],\s]+\]", text)
+    has_braces = re.search(r"(?<![$\\])\{[^{}\s]*(,|\.\.)[^{}\s]*\}", text)
+    return bool(has_star or has_set or has_braces)
 
 
 def names_in(code: str) -> list[str]:
-    """Return the variables that some code mentions, also those of arithmetic: of ``$A $((B+1))``
-    they are A and B."""
-    inside = " ".join(re.findall(r"\(\((.*?)\)\)", code, re.S))
-    return re.findall(r"\$\{?[#!]?([A-Za-z_]\w*)", code) + re.findall(r"[A-Za-z_]\w*", inside)
+    """Return the variables that bash code mentions, once for each mention; those of arithmetic, as
+    B of ``$((B+1)) $A``, come last. Texts in quotes are searched as well."""
+    arithmetic = " ".join(re.findall(r"\(\((.*?)\)\)", code, re.S))
+    return re.findall(r"\$\{?[#!]?([A-Za-z_]\w*)", code) + re.findall(r"[A-Za-z_]\w*", arithmetic)
 
 
-def with_counts(code: str, scope: Scope) -> str:
-    """Return code with the number of the job's nodes, or of a node's GPUs, as Slurm's variable, in
-    place of each command that counts them, and of the length of an array of nodes. The GPUs in
-    CUDA_VISIBLE_DEVICES are as many as in its value in `scope`; without one the job has it from
-    Slurm."""
-    values, counts = scope.values, scope.of_devices
-    code = _COUNTS_NODES.sub("$SLURM_NNODES", code)
-    code = _LENGTH.sub(lambda m: counts.get(m[1]) or _length(values.get(m[1])) or m[0], code)
-    code = _COUNTS_GPUS.sub("$SLURM_GPUS_ON_NODE", code)
-    return _COUNTS_LISTED.sub(count_devices(values.get("CUDA_VISIBLE_DEVICES")), code)
-
-
-def count_devices(listed: Value) -> str:
-    """Return the number of GPUs in a value of CUDA_VISIBLE_DEVICES, or Slurm's variable for it
-    where the value is not known here."""
-    is_known = listed and not isinstance(listed, list) and listed.is_static and listed.text
-    return str(len(listed.text.split(","))) if is_known else "$SLURM_GPUS_ON_NODE"  # type: ignore[union-attr]
-
-
-def _length(array: Value) -> str:
-    """Return the number of an array's elements, of the job's nodes as Slurm's variable; '' where it
-    is not known."""
-    if not isinstance(array, list):
-        return ""
-    if len(array) == 1 and _LISTS_NODES.fullmatch(array[0].text):
-        return "$SLURM_NNODES"
-    return str(len(array)) if all(word.is_static for word in array) else ""
-
-
-def redirected(node: Node) -> Node:
-    """Return the command or block whose output a node redirects, else the node itself."""
+def redirected_command(node: Node) -> Node:
+    """Return the command or block that a node redirects, as ``a.out`` of ``a.out > file``; a node
+    without a redirection itself."""
     while node.type == "redirected_statement":
         node = node.named_children[0]
     return node
 
 
 def target_of(node: Node) -> str:
-    """Return the file that a pipeline or a command with redirections writes to: ``a pipe`` for
-    another pipeline, '' without one."""
+    """Return the first file that a pipeline or a command with redirections writes to, by ``>``,
+    ``>>``, ``2>`` or ``tee``, as it is written there. Without a file: "a pipe" for a pipeline, else
+    ''."""
     targets = re.findall(r"(?:>>?|\btee (?:-a )?)\s*([^\s&|;>]+)", source(node))
     default = "a pipe" if node.type == "pipeline" else ""
-    return next((target for target in targets if target != "1"), default)
+    return next((target for target in targets if target != "1"), default)  # 2>1 is meant as 2>&1
 
 
 def files_written(text: str) -> set[str]:
-    """Return the files that some code writes, by redirections of its output or by ``tee``: without
-    quotes, ``./`` and the braces of variables."""
+    """Return the files that bash code, `text`, writes by ``>``, ``>>`` or ``tee``, but for those in
+    ``/dev``. Quotes, ``./`` or ``$PWD/`` before a path, and the braces of variables are left out:
+    ``> "./${A}.txt"`` has ``$A.txt``. Raise as `parse`."""
     nodes = [*_descend(parse(text))]
     texts = [source(node) for node in nodes if node.type == "file_redirect"]
     words = [re.fullmatch(r"1?>>?\s*([\"']?)([^&\s]+?)\1", redirect) for redirect in texts]
@@ -331,8 +325,9 @@ def files_written(text: str) -> set[str]:
 
 
 def reads_input(node: Node, command: Node) -> bool:
-    """Return whether the standard input of `command` is a file, a text or another command's output.
-    `node` is the pipeline or redirection around the command, or the command itself."""
+    """Return whether `command` reads another command's output, or whether a file or a text is
+    redirected to `node`. That is the pipeline or redirection around the command, or the command
+    itself."""
     is_first = node.type != "pipeline" or commands_of(node)[0].start_byte == command.start_byte
     kinds = ("heredoc_redirect", "herestring_redirect")
     return not is_first or any(
@@ -342,15 +337,15 @@ def reads_input(node: Node, command: Node) -> bool:
 
 
 def all_below(node: Node) -> Iterator[Node]:
-    """Yield a node and all nodes below it, in order."""
+    """Yield a node and all named nodes below it, in the script's order, each before those in it."""
     yield node
     for child in node.named_children:
         yield from all_below(child)
 
 
 def _descend(node: Node) -> Iterator[Node]:
-    """Yield a node and all nodes below it, in order. Left out are substitutions, and assignments
-    that hold for one command alone."""
+    """Yield a node and the named nodes below it, as `all_below`. Left out, with all below them, are
+    substitutions (``$(…)``), and assignments for one command alone, as ``A=1 a.out``."""
     yield node
     is_named = node.type == "command" and node.child_by_field_name("name") is not None
     for child in node.named_children:
@@ -362,12 +357,15 @@ def _descend(node: Node) -> Iterator[Node]:
 def lines_of(node: Node) -> tuple[int, int]:
     """Return the first and the last line of a node in the text that was parsed, from 1."""
     first = node.start_point[0] + 1
+    # A node that ends in column 0 has nothing of that line.
     return first, max(first, node.end_point[0] + (1 if node.end_point[1] else 0))
 
 
 def shift_of(node: Node, text: str, line: int) -> int | None:
-    """Return what to add to the lines of a `text` to have those of the script: it is the last word
-    of `node`, and begins in `line`. None where the lines do not correspond."""
-    last = node.named_children[-1]
-    is_whole = source(last).count("\n") == text.count("\n") and line == last.start_point[0] + 1
-    return line - 1 if is_whole and last.type in ("string", "raw_string") else None
+    """Return the number to add to a line of `text` to get that line's number in the script. `text`
+    is the value of the last word of the command `node`, as of ``bash -c '…'``, from `line` on. None
+    where the word is no single text in quotes, or has not the text's lines."""
+    last_word = node.named_children[-1]
+    has_same_lines = source(last_word).count("\n") == text.count("\n")
+    is_whole = has_same_lines and line == last_word.start_point[0] + 1
+    return line - 1 if is_whole and last_word.type in ("string", "raw_string") else None

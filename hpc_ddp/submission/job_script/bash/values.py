@@ -11,32 +11,48 @@ Value = Word | list[Word] | None
 
 
 def without_tail(words: list[Word], tail: Word) -> list[Word]:
-    """Return words without the last one if that is `tail`."""
+    """Return `words` without the last one if its text is that of `tail`."""
     return words[:-1] if words and words[-1].text == tail.text else words
 
 
 def is_readable(assigned: Word, is_quoted: bool) -> bool:
-    """Return whether a value can stand where its variable is used: it is text and names of
-    variables, or has blanks in it, as a command line. Unless `is_quoted`, it must not be a pattern
-    of files, as ``*.py``."""
-    if not is_quoted and any(re.search(r"[*?]", p.text) for p in assigned.parts if not p.is_code):
+    """Return whether a value can stand in place of its variable. `is_quoted` says that the variable
+    is in double quotes.
+
+    - ``a-$B``, text and plain names, can; so can a text with blanks, as ``srun $(which python)``
+    - ``$(date)`` can't: the job has to run it once
+    - ``*.py`` can with `is_quoted` alone: else bash makes names of files of it
+    """
+    texts = [part.text for part in assigned.parts if not part.is_code]
+    if not is_quoted and any(re.search(r"[*?]", text) for text in texts):
         return False
-    blanks = any(re.search(r"\s", p.text.strip()) for p in assigned.parts if not p.is_code)
-    return blanks or all(part.name for part in assigned.code)
+    has_blanks = any(re.search(r"\s", text.strip()) for text in texts)
+    return has_blanks or all(part.name for part in assigned.code)
 
 
 def is_command(assigned: Value) -> bool:
-    """Return whether a value is one text of several words that does not begin with code, as a
-    command line."""
+    """Return whether a value is one text of several words that does not begin with code, as the
+    command line ``srun $ARGS``; not an array."""
     if not isinstance(assigned, Word) or not assigned.parts or assigned.parts[0].is_code:
         return False
-    text = "".join("$" if part.is_code else part.text for part in assigned.parts)
+    text = "".join("$" if part.is_code else part.text for part in assigned.parts)  # $: any code
     return bool(re.search(r"\S\s+\S", text))
 
 
 def is_known(assigned: Value) -> bool:
-    """Return whether a value can be written in place of its variable: it is text and names of
-    variables, or a command line (`is_command`); for an array one word at least is text."""
+    """Return whether a value can be written in place of its variable: it is text and plain names of
+    variables (``a-$B``), a command line (`is_command`), or an array with a word that is all text.
+    None, a value that only the job knows, can't."""
     if isinstance(assigned, Word):
         return is_command(assigned) or all(part.name for part in assigned.code)
     return assigned is not None and any(word.is_static for word in assigned)
+
+
+def join_values(old: Value, added: Value) -> Value:
+    """Return the value of a variable after ``+=``, which puts `added` behind `old`; None where one
+    is None, and where only one is an array."""
+    if isinstance(old, list) and isinstance(added, list):
+        return [*old, *added]
+    if isinstance(old, Word) and isinstance(added, Word):
+        return Word((*old.parts, *added.parts), added.line)
+    return None

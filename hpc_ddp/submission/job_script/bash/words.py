@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from hpc_ddp.submission.job_script.bash.syntax import names_in
+from hpc_ddp.submission.job_script.bash.syntax import Node, names_in
 
 _NAME = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\})")
 # One word each, also without quotes: arithmetic, and variables of Slurm and of each login.
@@ -22,8 +23,9 @@ _ONE_WORD = re.compile(
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a word: text, or code. `splits` says that the shell splits it at blanks, outside of
-    quotes; `version` is how often the code's variables had been assigned to when it was read."""
+    """A part of a word: text, or code as ``$NAME`` and ``$(date)``. `splits` says that it stands
+    outside of quotes, where the shell splits it at blanks. `version` is the sum of
+    ``Scope.versions`` over the code's variables at the time when the part was read."""
 
     text: str
     is_code: bool = False
@@ -32,36 +34,40 @@ class Part:
 
     @property
     def name(self) -> str:
-        """The variable whose value the code is; '' for text and for other code."""
+        """The variable whose value the code is: A of ``$A`` and ``${A}``; '' for other code, as
+        ``${A:-x}``, and for text."""
         match = _NAME.fullmatch(self.text) if self.is_code else None
         return (match[1] or match[2]) if match else ""
 
 
 @dataclass(frozen=True)
 class Word:
-    """A word of a command, and the line of the script that it stands in."""
+    """A word of a command, and the line of the script that it stands in, from 1; 0 without one."""
 
     parts: tuple[Part, ...]
     line: int = 0
 
     @property
     def text(self) -> str:
-        """The word as an argument of hpc-ddp: variables as ``$NAME``, or ``${NAME}`` before a
-        letter, digit or ``[``; ends of lines behind a backslash are left out."""
+        """The word as an argument in a project file, without quotes: variables as ``$NAME``, or as
+        ``${NAME}`` before a letter, digit, ``_`` or ``[``; other code as it is written. A backslash
+        with the line's end behind it is left out."""
         texts = []
-        for part, after in zip(self.parts, [*self.parts[1:], Part("")], strict=False):
-            is_joined = not after.is_code and re.match(r"\w|\[", after.text)
-            name = f"${{{part.name}}}" if is_joined else f"${part.name}"
-            texts.append(name if part.name else part.text)
+        for part, next_part in zip(self.parts, [*self.parts[1:], Part("")], strict=False):
+            is_joined = not next_part.is_code and re.match(r"\w|\[", next_part.text)
+            variable = f"${{{part.name}}}" if is_joined else f"${part.name}"
+            texts.append(variable if part.name else part.text)
         return "".join(texts).replace("\\\n", "")
 
     @property
     def script(self) -> str:
-        """The word as the text that ``bash -c`` gets: with all its lines, and no quotes."""
-        return "".join(f"${{{p.name}}}" if p.name else p.text for p in self.parts)
+        """The word as the text that ``bash -c`` gets: without quotes, variables as ``${NAME}``,
+        and with the ends of lines that `text` leaves out."""
+        return "".join(f"${{{part.name}}}" if part.name else part.text for part in self.parts)
 
     @property
     def is_static(self) -> bool:
+        """Return whether the word is all text, so that its value is known without the job."""
         return not any(part.is_code for part in self.parts)
 
     @property
@@ -70,30 +76,38 @@ class Word:
         return [part for part in self.parts if part.is_code]
 
     @property
-    def is_one(self) -> bool:
-        """Whether the word has no code but names of variables, and is one word for all their
-        values."""
-        return all(p.name and (not p.splits or _ONE_WORD.fullmatch(p.text)) for p in self.code)
+    def stays_one_word(self) -> bool:
+        """Return whether bash makes one word of it for all values of its variables, and it has no
+        other code than these: ``a"$B"`` and ``$HOME/a``, but not ``$B`` without quotes, whose value
+        may have blanks."""
+        return all(
+            part.name and (not part.splits or _ONE_WORD.fullmatch(part.text)) for part in self.code
+        )
 
     @property
     def names(self) -> list[str]:
-        """The variables that the word's code mentions."""
+        """The variables that the word's code mentions, as by `names_in`."""
         return [name for part in self.code for name in names_in(part.text)]
 
-    def bash(self, is_read_twice: bool = False) -> str:
-        """Return the word, quoted for a line of bash; with `is_read_twice` for a line that stands
-        in double quotes and that ``eval`` reads."""
-        texts, mark = [], '\\"' if is_read_twice else '"'
+    def as_bash(self, is_read_twice: bool = False) -> str:
+        """Return the word as a line of bash has it: text is quoted where needed, code stands in
+        double quotes unless it ``splits``. ``'a b'"${C}"`` is one.
+
+        With `is_read_twice` the line is ``eval "…"``: bash fills the code in first, and then reads
+        the line with the values. For that ``\\``, ``"``, ``$`` and a backquote have a backslash.
+        """
+        texts, quote = [], '\\"' if is_read_twice else '"'
         for part in self.parts:
             code = f"${{{part.name}}}" if part.name else part.text
             text = shlex.quote(part.text) if part.text else ""
             text = re.sub(r'([\\"$`])', r"\\\1", text) if is_read_twice else text
-            quoted = code if part.splits else f"{mark}{code}{mark}"
-            texts.append(quoted if part.is_code else text)
+            quoted_code = code if part.splits else f"{quote}{code}{quote}"
+            texts.append(quoted_code if part.is_code else text)
         return "".join(texts) or "''"
 
-    def after(self, count: int) -> Word:
-        """Return the word without its first `count` characters, which are texts, and no code."""
+    def without_start(self, count: int) -> Word:
+        """Return the word without its first `count` characters, which must be text, and no code:
+        ``NAME=$A`` without 5 is ``$A``."""
         parts, remaining = [], count
         for part in self.parts:
             if len(part.text) > remaining:
@@ -103,43 +117,57 @@ class Word:
 
 
 def literal(text: str, line: int = 0) -> Word:
-    """Return a word of known text."""
+    """Return a word that is `text` as it is, without code, of a `line`."""
     return Word((Part(text),), line)
 
 
-def joined(*pieces: str | Word) -> Word:
-    """Return one word that texts and words make, joined without blanks; its line is that of the
-    first word that has one."""
+def join_words(*pieces: str | Word) -> Word:
+    """Return one word that `pieces` make, joined without blanks; a piece that is no word is text.
+    The word's line is that of the first piece with one."""
     words = [piece if isinstance(piece, Word) else literal(piece) for piece in pieces]
     line = next((word.line for word in words if word.line), 0)
     return Word(tuple(part for word in words for part in word.parts), line)
 
 
 def split_words(word: Word) -> list[Word]:
-    """Return the words that the shell makes of one by splitting at blanks."""
-    parts = [part for part in word.parts if part.is_code or not part.splits]
-    if len(parts) == len(word.parts):
-        return [word] if parts else []
-    return separated(word, r"(?:\s|\\\n)+", only_split=True)
+    """Return the words that the shell makes of `word` by splitting at blanks the texts that stand
+    outside of quotes (``splits``). Code is never split; of a word without parts no word is left."""
+    if not any(part.splits and not part.is_code for part in word.parts):
+        return [word] if word.parts else []
+    return split_at(word, r"(?:\s|\\\n)+", only_unquoted=True)
 
 
 def split_text(word: Word) -> list[Word]:
-    """Return the words of a text, as of a command line, that the shell would split at blanks."""
+    """Return the words that the shell makes of a word by splitting all its texts at blanks, also
+    those in quotes, as ``eval`` does."""
     parts = tuple(replace(part, splits=True) for part in word.parts)
     return split_words(replace(word, parts=parts))
 
 
-def separated(word: Word, separator: str, only_split: bool = False) -> list[Word]:
+def split_at(word: Word, separator: str, only_unquoted: bool = False) -> list[Word]:
     """Return the words between the separators in the text of a word; `separator` is a regular
-    expression. With `only_split` only text that the shell splits is searched. Empty words are left
-    out."""
+    expression, and is not looked for in code, nor with `only_unquoted` in text in quotes. Empty
+    words are left out."""
     groups: list[list[Part]] = [[]]
     for part in word.parts:
-        if part.is_code or (only_split and not part.splits):
+        if part.is_code or (only_unquoted and not part.splits):
             groups[-1].append(part)
             continue
         for index, piece in enumerate(re.split(separator, part.text)):
-            if index:
+            if index:  # behind a separator another word begins
                 groups.append([])
             groups[-1] += [Part(piece)] if piece else []
     return [Word(tuple(group), word.line) for group in groups if group]
+
+
+def text_part(node: Node, start: int, end: int, is_quoted: bool) -> Iterator[Part]:
+    """Yield the text of a word (`node`) from byte `start` of the script to `end` as one part, or
+    nothing for an empty text. Within double quotes (`is_quoted`) backslashes of escapes go, except
+    at a line's end, and a mere quote is nothing."""
+    text = node.text[start - node.start_byte : end - node.start_byte].decode()
+    if is_quoted and text == '"':
+        return
+    if is_quoted:
+        text = re.sub(r'\\([$`"\\\n])', lambda m: m[0] if m[1] == "\n" else m[1], text)
+    if text:
+        yield Part(text)

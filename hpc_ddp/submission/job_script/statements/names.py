@@ -20,7 +20,7 @@ _OF_BASH = re.compile(
     r"|EPOCH|ARGUMENTS_|VALUE_|CUDA|CONDA|ROCM|EBROOT|EBVERSION|HPC_DDP"
     r"|((LD_)?(LIBRARY|RUN)_|(CPLUS_|C_)?INCLUDE_|CMAKE_PREFIX_|PKG_CONFIG_|PYTHON|MAN|C|MODULE)?PATH$"
 )
-_OF_LINES = {"setup", "node-setup", "worker-setup", "teardown"}
+_OF_LINES = {"setup", "node-setup", "worker-setup", "teardown"}  # settings of bash
 # Variables in code: all, those with a default, and those that are set to it.
 _NAMES = re.compile(r"\$\{?([A-Za-z_]\w*)")
 _WITH_DEFAULT = re.compile(r"\$\{(\w+):?[-=+]")
@@ -28,44 +28,53 @@ _SETS_DEFAULT = re.compile(r"\$\{(\w+):?=")
 
 
 def names_of_files(statement: Statement, start: str) -> Set[str] | None:
-    """Return the names that a file which the statement sources may use; the empty set where it
-    sources and evaluates nothing, None where the names are not known: the file can't be read here,
-    from the folder `start` ('' for one that is not known), or it loads others."""
+    """Return the names that a file may use which the statement sources; the empty set for a
+    statement that may set no variable of an unknown name (`sets_anything`).
+
+    None stands for names that are not known: the statement is no ``source FILE`` of a known file,
+    the file can't be read here, or it loads others. A relative path is one from the folder `start`;
+    '' for a folder that is not known.
+    """
     if not sets_anything(statement.text):
         return frozenset()
     words = statement.words
     is_one_file = len(words) == 2 and words[0].text in ("source", ".") and words[1].is_static
-    if is_one_file and (start or words[1].text[:1] == "/"):
-        try:
-            text = read_text(Path(start, words[1].text))
-        except OSError:
-            return None
-        return None if sets_anything(text) else {*re.findall(r"[A-Za-z_]\w*", text)}
-    return None
+    if not is_one_file or not (start or words[1].text[:1] == "/"):
+        return None
+    try:
+        text = read_text(Path(start, words[1].text))
+    except OSError:
+        return None
+    return None if sets_anything(text) else {*re.findall(r"[A-Za-z_]\w*", text)}
 
 
-def pass_on(
+def take_shell_variables(
     statements: Sequence[Statement],
     set_by_lines: Set[str],
     result: Conversion,
     environ: Mapping[str, str],
 ) -> tuple[set[str], set[str]]:
-    """Return the variables that the settings in `result` need, the script never sets and the
-    submitting shell (`environ`) lacks: those without a default in the code, and those with one. Put
-    those that the shell has into ``env-names``. `set_by_lines` are those that lines still set. To
-    be called last, after `program.take`."""
+    """Put the variables of the submitting shell (`environ`) that the settings in `result` need, and
+    that the script does not set, into ``env-names``. Return those that the shell lacks: first the
+    ones that are used without a default, then those that always have one, as ``${A:-x}``.
+
+    The `statements` are those of the script; `set_by_lines` are the variables that lines in
+    `result` set. Variables of each job and of bash itself do not count. To be called when all
+    settings are in `result`, after `program.take_launch`.
+    """
     lists = {key: dict(entries) for key, entries in result.lists.items()}
     lines = "\n".join(text for key in _OF_LINES & lists.keys() for text in lists[key])
     code = without_quoted_texts(lines)
     names = {*_NAMES.findall(code), *lists.get("expand", ())}
-    is_set, of_itself = {*lists.get("env-names", ())}, set()
-    for statement in statements:  # one that only adds to a value needs that
+    is_set, need_themselves = {*lists.get("env-names", ())}, set()
+    for statement in statements:
+        # PATH=/a:$PATH, if it is the first to set PATH, needs the shell's value.
         if statement.name not in is_set and statement.name in names_in(statement.text):
-            of_itself.add(statement.name)
+            need_themselves.add(statement.name)
         is_set |= {statement.name, *statement.sets}
     of_commands = {*re.findall(r"\b(\w+)=|\bfor\s+(\w+)\s", PRINTED_TEXT.sub(" ", lines))}
     set_by_lines = {*set_by_lines, *(name for pair in of_commands for name in pair)}
-    names -= (is_set | set_by_lines) - of_itself
+    names -= (is_set | set_by_lines) - need_themselves
     names = {n for n in names if not OF_A_JOB.fullmatch(n) and not _OF_BASH.match(n)}
     for name in sorted(names & environ.keys()):
         result.append("env-names", name, 0)
@@ -74,12 +83,15 @@ def pass_on(
     return missing & without_default, missing - without_default
 
 
-def note_lost(statements: Sequence[Statement], set_by_lines: Set[str], result: Conversion) -> None:
-    """Add a note to `result` on each variable of the script that a setting there uses, and that
-    nothing sets any more: neither a line, of which `set_by_lines` are the names, nor a setting."""
+def note_lost_variables(
+    statements: Sequence[Statement], set_by_lines: Set[str], result: Conversion
+) -> None:
+    """Add a note to `result` on each variable that one of the script's `statements` sets, that a
+    setting in `result` uses, and that neither a line there sets (`set_by_lines`) nor hpc-ddp.
+    Variables of lost statements have their own reasons."""
     texts = [text for key in result.lists for text, _ in result.lists[key] if key != "env-names"]
     used = {name for text in texts for name in (*names_in(text), text.removesuffix("[@]"))}
-    for statement in (s for s in statements if not s.inside and s.launch is None):
+    for statement in (s for s in statements if not s.in_task and s.launch is None):
         for name in sorted({statement.name, *statement.sets} & used - set_by_lines):
             if not is_of_hpc_ddp(name) and not (statement.lost or name in result.unknown):
                 text = f"not taken over: ${name}, which a line that is left uses"

@@ -22,39 +22,51 @@ _KEEPS = re.compile(r">|\btee\b")  # a print that does more
 def extends_launch(name: str, block: syntax.Node, scope: Scope, place: Place) -> bool:
     """Return whether the variable `name` holds the words of a launch, and `block`, a condition or a
     loop, does nothing with it but add words. ``place.step`` is the command whose tasks run the
-    words, '' for the batch script."""
+    words, '' for the batch script. Of `place` nothing else is read."""
     assigned = scope.values.get(name)
     words = split_text(assigned) if isinstance(assigned, Word) else assigned or []
-    if not words or not syntax.is_only_added(name, block):
+    if not words or not syntax.only_adds_words(name, block):
         return False
     return read_launch(words, scope, place.step).weight > 0  # 0: no launch
 
 
 def leave_empty(
-    training: Launch, statements: list[Statement], commands: dict[str, list[Statement]]
+    training: Launch, statements: list[Statement], open_commands: dict[str, list[Statement]]
 ) -> None:
-    """Change the assignments, `commands` by variable, so that those which the `training` is made of
-    leave the variable empty. Where the training needs such a variable in another form than by its
-    known words and what the job adds, nothing is changed. Another statement that needs it, except
-    a print or an assignment whose value is known, is lost."""
+    """Change the assignments to the variables that hold the words of the `training`, so that these
+    are empty in the job until it adds words: ``CMD="srun a.out"`` becomes ``CMD=``. Statements that
+    need the words in such a variable get `lost`.
+
+    `open_commands` has the assignments by variable. Those of a variable that the training needs in
+    another form than by `TAILS`, as ``${CMD%out}``, stay as they are.
+    """
     names = {name for word in training.words for name in word.names}
-    inner = [s for s in statements if s.name in names and not s.of_script]  # the text of bash -c
-    code = [part.text for word in training.words for part in word.code] + [s.text for s in inner]
-    for name in (names | {name for s in inner for name in s.names}) & commands.keys():
+    # Assignments of parts of the text of bash -c (`Reader._name_outer_code`).
+    of_text = [s for s in statements if s.name in names and not s.of_script]
+    code = [part.text for word in training.words for part in word.code] + [s.text for s in of_text]
+    for name in (names | {name for s in of_text for name in s.names}) & open_commands.keys():
         uses = re.findall(rf"\$\{{?[!#]?{name}\b(?:\[@\]:0|-)?\}}?", " ".join(code))
         if {*uses} - {f"${{{name}{tail}}}" for tail in TAILS}:
             continue
-        for statement in commands[name]:
+        for statement in open_commands[name]:
             is_array = isinstance(statement.assigned, list)
             statement.text = f"{name}=()" if is_array else f"{name}="
             statement.assigned = [] if is_array else literal("")
         for statement in statements:
-            adds = name == statement.name or name in statement.sets or statement in inner
-            lines = (s for s in statements if s is not statement and s.launch is not training)
-            is_known = statement.name and statement.assigned is not None
-            is_known = is_known and not any(statement.name in s.names for s in lines)
-            is_other = name in statement.names and statement.launch is not training and not adds
-            is_other = is_other and not is_known
-            is_print = PRINTS.match(statement.text) and not _KEEPS.search(statement.text)
-            if is_other and not is_print:
+            others = [s for s in statements if s is not statement and s.launch is not training]
+            is_of_launch = statement.launch is training or statement in of_text
+            if not is_of_launch and _needs_words(statement, name, others):
                 statement.lost = f"it uses {name}, which the launch is made of: setup"
+
+
+def _needs_words(statement: Statement, name: str, others: list[Statement]) -> bool:
+    """Return whether a statement needs the words that the variable `name` had before it was left
+    empty. Statements that set the variable do not, nor do prints, nor an assignment whose value is
+    known and whose variable none of the `others` needs."""
+    sets = name == statement.name or name in statement.sets
+    if sets or name not in statement.names:
+        return False
+    is_known = statement.name and statement.assigned is not None
+    if is_known and not any(statement.name in other.names for other in others):
+        return False
+    return not PRINTS.match(statement.text) or bool(_KEEPS.search(statement.text))

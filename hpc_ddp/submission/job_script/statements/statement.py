@@ -12,8 +12,7 @@ from hpc_ddp.submission.job_script.bash.words import Word
 from hpc_ddp.submission.job_script.launchers.launch import Launch
 
 _LOADS = re.compile(r"\s*(module|ml|source|\.|conda|spack|eval)\s")
-
-_QUOTED = re.compile(r"""'[^']*'|"(?:\\.|[^"\\])*"|\\.""", re.S)
+_QUOTED = re.compile(r"""'[^']*'|"(?:\\.|[^"\\])*"|\\.""", re.S)  # a text, or one character
 
 
 @dataclass(frozen=True)
@@ -27,14 +26,14 @@ class Place:
     in_text: bool = False  # of a bash -c or an eval
     in_image: bool = False  # of a container
 
-    def looked_at(self, step: str) -> Place:
-        """Return the place of a text that is only searched for launches, in tasks of `step` ('':
-        as here), and maybe in a loop over the nodes."""
+    def search_place(self, step: str) -> Place:
+        """Return the place for a search of the text for launches, in tasks of `step`, which is as
+        here for ''. It counts as one in a loop over the nodes, where `read_launch` sees most."""
         return replace(self, lines=None, shift=None, step=step or self.step, in_loop=True)
 
     @property
-    def inside(self) -> bool:
-        """Whether each task runs the text, or the container does: no line of the batch script."""
+    def in_task(self) -> bool:
+        """Return whether each task runs the text, also in a container, and not the batch script."""
         return bool(self.step) or self.in_image
 
 
@@ -43,10 +42,10 @@ class Statement:
     """One statement of a script: an assignment (of `assigned` to `name`), a launch, a function
     (`defines`), or another command or block, which may set the variables `sets`.
 
-    `lines` are its first and last line in the script; `inside` says that each task runs it, in
+    `lines` are its first and last line in the script; `in_task` says that each task runs it, in
     ``bash -c``; `output` is the file that a launch writes to. `lost` is the reason why the
-    statement can't be taken over, `decided` the reason why hpc-ddp does itself what it does; ''
-    without.
+    statement can't be taken over, `decided` the reason why hpc-ddp itself does what the statement
+    does; each is '' without such a reason.
     """
 
     text: str
@@ -56,7 +55,7 @@ class Statement:
     assigned: Value = None
     exported: bool = False
     launch: Launch | None = None
-    inside: bool = False
+    in_task: bool = False
     output: str = ""
     around: str = ""  # the text of the list or condition around a launch
     lost: str = ""
@@ -70,6 +69,7 @@ class Statement:
 
     @property
     def first(self) -> str:
+        """The first word of a command; '' for a statement without `words`."""
         return self.words[0].text if self.words else ""
 
     @property
@@ -78,9 +78,9 @@ class Statement:
         them."""
         return syntax.names_needed(self.text, self.name)
 
-    def ends_only(self, processes: set[str]) -> bool:
-        """Return whether the statement does no more than end processes, as ``kill $PID || true``,
-        all of which are among `processes`, the variables that have their numbers."""
+    def only_ends(self, processes: set[str]) -> bool:
+        """Return whether the statement only ends processes, as ``kill $PID || true``, and takes
+        their numbers from variables that are all among `processes`."""
         match = re.fullmatch(
             r"kill(?:\s+-\w+)*((?:\s+[\"']?\$\{?\w+\}?[\"']?)+)"
             r"(?:\s*(?:[12&]?>\s*/dev/null|2>&1))*(?:\s*\|\|\s*(?:true|:))?",
@@ -89,26 +89,26 @@ class Statement:
         return bool(match) and {*re.findall(r"\w+", match[1])} <= processes  # type: ignore[index]
 
     def reports_status(self, variables: set[str]) -> bool:
-        """Return whether an assignment keeps the exit code of the command before it (``rc=$?``), or
-        another statement uses that code, or one of the `variables`, only to print something or to
-        end the script (``exit $rc``)."""
+        """Return whether the statement only reports how the command before it ended: an assignment
+        keeps the exit code (``rc=$?``); another statement uses ``$?``, or one of the `variables`,
+        and only prints or ends the script (``exit $rc``). Raise as `syntax.parse`."""
         if self.name:
             return bool(re.fullmatch(r"\w+=[\"']?\$(\?|\{PIPESTATUS\[0\]\})[\"']?", self.text))
-        is_asked = self.names & variables or re.search(r"\$(\?|\{PIPESTATUS)", self.text)
-        return bool(is_asked) and syntax.only_reports(syntax.parse(self.text))
+        uses_status = self.names & variables or re.search(r"\$(\?|\{PIPESTATUS)", self.text)
+        return bool(uses_status) and syntax.only_reports(syntax.parse(self.text))
 
 
 def first_load(statements: Sequence[Statement]) -> int:
-    """Return the index of the first statement that loads a module, another file or an environment,
-    which may set any variable; the number of statements without one."""
+    """Return the index of the first statement that loads a module, a file or an environment, or
+    evaluates a text: each may set any variable. Without one return the number of statements."""
     loads = (i for i, s in enumerate(statements) if s.words and _LOADS.match(s.text))
     return next(loads, len(statements))
 
 
 def with_functions(statement: Statement, functions: Mapping[str, Statement]) -> list[Statement]:
-    """Return the statement, and those of the `functions` (by name) that it needs, directly or
-    through another function."""
-    needed, pending = {statement.defines: statement}, [statement]
+    """Return the statement, and behind it the definitions of those `functions` (by name) that it
+    needs, directly or through another function; each once."""
+    needed, pending = {statement.defines: statement}, [statement]  # so that none needs itself
     while pending:
         for name in (pending.pop().names & functions.keys()) - needed.keys():
             needed[name] = functions[name]
@@ -116,20 +116,23 @@ def with_functions(statement: Statement, functions: Mapping[str, Statement]) -> 
     return [*needed.values()]
 
 
-def set_by_calls(
+def names_set_by_calls(
     node: syntax.Node, functions: Mapping[str, tuple[syntax.Node, Statement, Place]]
 ) -> set[str]:
-    """Return the names that may be set by the `functions`, by name, which a block calls."""
+    """Return the variables that a block may set by calls of functions. `functions` has, by name,
+    definition, statement and place of each that is known."""
     names = {syntax.source(c.child_by_field_name("name")) for c in syntax.commands_of(node)}
     called = (functions[name] for name in names & functions.keys())
     return {name for _, statement, _ in called for name in statement.sets}
 
 
 def inner_text(word: Word) -> str:
-    """Return the text that ``bash -c`` gets, as a script: a variable in single quotes, where the
-    outer bash has put its value, stands in double quotes of its own: ``echo 'a $X'`` is then
-    ``echo 'a '"${X}"''``."""
-    code = rf"\$\{{(?:{'|'.join(word.names or '!')})\}}"
+    """Return the text that ``bash -c`` gets, as a script of its own. The outer bash has put the
+    values of its variables into the text, also between single quotes; there each variable gets
+    double quotes, so that the text means the same where it is read for the first time:
+    ``"echo 'a $X'"`` becomes ``echo 'a '"${X}"''``."""
+    names = "|".join(word.names) or "!"  # no name
+    variable = rf"\$\{{(?:{names})\}}"
     return _QUOTED.sub(
-        lambda m: re.sub(code, r"""'"\g<0>"'""", m[0]) if m[0][0] == "'" else m[0], word.script
+        lambda m: re.sub(variable, r"""'"\g<0>"'""", m[0]) if m[0][0] == "'" else m[0], word.script
     )

@@ -1,0 +1,118 @@
+"""Numbers of the job's nodes and GPUs, as a script counts them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from hpc_ddp.submission.job_script.bash.values import Value
+from hpc_ddp.submission.job_script.bash.words import Word
+
+if TYPE_CHECKING:
+    from hpc_ddp.submission.job_script.bash.scope import Scope
+
+# Commands by which scripts count the job's nodes, the GPUs of their node, and those of a list.
+_NODES = r"(\$\(|`)\s*scontrol\s+show\s+hostnames?(\s+\"?\$\{?SLURM_(JOB_)?NODELIST\}?\"?)?\s*"
+_COUNTS_NODES = re.compile(rf"{_NODES}\|\s*wc -[lw]\s*[)`]")
+_LISTS_NODES = re.compile(rf"{_NODES}[)`]")
+_LENGTH = re.compile(r"\$\{#(\w+)\[[@*]\]\}")  # of an array
+_COUNTS_GPUS = re.compile(
+    r"(\$\(|`)\s*nvidia-smi\s+(-L|--list-gpus|--query-gpu=\w+\s+--format=csv,noheader)"
+    r"\s*\|\s*wc -l\s*[)`]"
+)
+_COUNTS_LISTED = re.compile(
+    r"(\$\(|`)\s*(jq -n \"\[\$\{?CUDA_VISIBLE_DEVICES\}?\] *\| *length\""
+    r"|echo\s+\"?\$\{?CUDA_VISIBLE_DEVICES\}?\"?\s*\|"
+    r"\s*(tr\s+[\"']?,[\"']?\s[^|;&()`]*\|\s*wc\s+-[lw]"
+    r"|awk\s+-F\s*[\"']?,[\"']?\s+'\{\s*print NF;?\s*\}'))\s*[)`]"
+)
+
+
+def fill_counts_in(code: str, scope: Scope) -> str:
+    """Return code in which numbers, or variables of Slurm, stand in place of what counts nodes or
+    GPUs.
+
+    - ``$(scontrol show hostnames | wc -l)`` becomes ``$SLURM_NNODES``
+    - ``$(nvidia-smi -L | wc -l)`` becomes ``$SLURM_GPUS_ON_NODE``
+    - ``$(echo $CUDA_VISIBLE_DEVICES | tr , ' ' | wc -w)`` becomes `count_devices` of its value
+    - ``${#A[@]}`` becomes the length of the array A in `scope`, and stays where it is not known
+    """
+    values, gpu_counts = scope.values, scope.gpu_counts
+    code = _COUNTS_NODES.sub("$SLURM_NNODES", code)
+    code = _LENGTH.sub(lambda m: gpu_counts.get(m[1]) or _length(values.get(m[1])) or m[0], code)
+    code = _COUNTS_GPUS.sub("$SLURM_GPUS_ON_NODE", code)
+    return _COUNTS_LISTED.sub(count_devices(values.get("CUDA_VISIBLE_DEVICES")), code)
+
+
+def count_devices(devices: Value) -> str:
+    """Return the number of GPUs in a value of CUDA_VISIBLE_DEVICES, as ``2`` of ``0,1``;
+    ``$SLURM_GPUS_ON_NODE`` where the value is empty, or not known here: the job then has Slurm's
+    value."""
+    if isinstance(devices, Word) and devices.is_static and devices.text:
+        return str(len(devices.text.split(",")))
+    return "$SLURM_GPUS_ON_NODE"
+
+
+def _length(array: Value) -> str:
+    """Return the number of an array's elements: ``$SLURM_NNODES`` for the names of the job's nodes,
+    as of ``A=($(scontrol show hostnames))``. '' where it is not known, and for no array."""
+    if not isinstance(array, list):
+        return ""
+    if len(array) == 1 and _LISTS_NODES.fullmatch(array[0].text):
+        return "$SLURM_NNODES"
+    return str(len(array)) if all(word.is_static for word in array) else ""
+
+
+def tasks_per_node(word: Word | None, scope: Scope) -> int | None:
+    """Return n where `word` stands for n times the job's number of nodes, and that number is not
+    known: 4 for ``$((4*SLURM_NNODES))``. None for another word, and where the number is known."""
+    if "SLURM_NNODES" in scope.numbers:
+        return None
+    scopes = [
+        replace(scope, numbers={**scope.numbers, "SLURM_NNODES": n, "SLURM_JOB_NUM_NODES": n})
+        for n in (1, 2, 3)
+    ]
+    once, twice, thrice = (whole_number(word, trial) for trial in scopes)
+    return once if once and (twice, thrice) == (2 * once, 3 * once) else None
+
+
+def is_gpus_of_all_nodes(word: Word, scope: Scope) -> bool:
+    """Return whether `word` stands for the product of the job's nodes and a node's GPUs, as
+    ``$((SLURM_NNODES*SLURM_GPUS_ON_NODE))``, and neither number is known."""
+    names = ("SLURM_NNODES", "SLURM_JOB_NUM_NODES", "SLURM_GPUS_PER_NODE", "SLURM_GPUS_ON_NODE")
+    if scope.numbers.keys() & {*names}:
+        return False
+    scopes = [  # with 2 and 3 nodes of 10 GPUs
+        replace(scope, numbers={**dict.fromkeys(names[:2], n), **dict.fromkeys(names[2:], 10)})
+        for n in (2, 3)
+    ]
+    return [whole_number(word, trial) for trial in scopes] == [20, 30]
+
+
+def whole_number(word: Word | None, scope: Scope, pending: tuple[str, ...] = ()) -> int | None:
+    """Return the whole number that a word stands for in the job, as 16 for
+    ``$((8*SLURM_NNODES))`` on two nodes; None where it is not known, and for None. `pending` has
+    the variables whose values are being read: a value that refers to itself is not known."""
+
+    def number_of(match: re.Match[str]) -> str:
+        name, assigned = match[1], scope.values.get(match[1])
+        if isinstance(assigned, Word) and name not in pending:
+            number = whole_number(assigned, scope, (*pending, name))
+            return name if number is None else str(number)
+        return str(scope.numbers.get(name, "?"))
+
+    # Step by step the text becomes digits and operators alone, if the number is known.
+    text = word.text if word else ""
+    default = re.compile(r"\$\{(\w+):?-([^}]*)\}")
+    text = default.sub(lambda m: m[2] if m[1] in scope.not_set else f"${m[1]}", text)
+    text = re.sub(r"\$\(\((.*?)\)\)", r"(\1)", text, flags=re.S)  # $((A+1)): (A+1)
+    text = fill_counts_in(text, scope)
+    text = re.sub(r"\$\(expr (.*?)\)", lambda m: "(" + m[1].replace("\\", "") + ")", text)
+    text = re.sub(r"\$?\{?\b([A-Za-z_]\w*)\b\}?", number_of, text)
+    if not re.fullmatch(r"[\d()+*/% -]+", text) or "**" in text:  # a power may take for ever
+        return None
+    try:
+        return int(eval(text.replace("/", "//"), {"__builtins__": {}}))
+    except (SyntaxError, ArithmeticError, TypeError, ValueError):
+        return None
