@@ -271,8 +271,9 @@ def render(as_json: bool, explain: bool, **options: Any) -> None:
     printed in place of the script, and nothing is left behind.
     """
     if explain:
-        rows = origin.origins(*_plan(options))
-        click.echo(json.dumps([row.to_dict() for row in rows]) if as_json else origin.table(rows))
+        rows = origin.find_origins(*_plan(options))
+        table = origin.format_table(rows)
+        click.echo(json.dumps([row.to_dict() for row in rows]) if as_json else table)
         return
     prepared = _prepare(options)
     text = backends.write_script(prepared)

@@ -21,7 +21,7 @@ from hpc_ddp.core.job.sweep import parameters_in, trial_args
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.submission.plan import Plan, PreparedRun, make_plan, new_folder
 from hpc_ddp.submission.run_files.earlier import undo_broken_start
-from hpc_ddp.submission.settings.config import EXCLUSIVE, JOINED, Settings, over
+from hpc_ddp.submission.settings.config import EXCLUSIVE, JOINED, Settings, put_over
 from hpc_ddp.submission.settings.defaults import (
     NO_FILE,
     absolute,
@@ -249,7 +249,7 @@ def _fields_of(
         changed["template"] = str(cwd / changed["template"])
     if changed.get("notify"):
         changed["notify"] = str(absolute(cwd / os.path.expanduser(changed["notify"])))
-    merged = over({"env": spec.env, "env-names": spec.env_names}, options)
+    merged = put_over({"env": spec.env, "env-names": spec.env_names}, options)
     return changed | {"env": merged["env"], "env_names": merged["env-names"]}
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from hpc_ddp.core.file_io import close_to_others, drafted_folder, set_folder_mode
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.submission.package_files import PACKAGE
-from hpc_ddp.submission.settings.fabric_profiles import for_auto
+from hpc_ddp.submission.settings.fabric_profiles import read_auto_profiles
 
 NODE_FOLDERS = ("core", "integrations", "node", "training")
 
@@ -47,7 +47,7 @@ def carry_library(run: RunFolder) -> None:
             shutil.copy(PACKAGE / name, package / name)
         shutil.copy(PACKAGE / "node" / "entry.py", draft / "node.py")
         # Python 3.10, which a node may have, reads no TOML.
-        (draft / "fabrics.json").write_text(json.dumps(for_auto(), indent=1))
+        (draft / "fabrics.json").write_text(json.dumps(read_auto_profiles(), indent=1))
         close_code(draft)
         shutil.rmtree(earlier, ignore_errors=True)
         if run.lib.exists():

@@ -296,7 +296,7 @@ class _TrustedLoader(jinja2.FileSystemLoader):
         text is still current. Raise TemplateNotFound; UsageError for a file that may not act for
         the user; OSError or ValueError for a file that can't be read."""
         _, file, is_current = super().get_source(environment, template)
-        return trust.read(Path(file)).decode(), file, is_current
+        return trust.read_trusted(Path(file)).decode(), file, is_current
 
 
 @cache  # keeps compiled templates: a job is rendered once to check it, and once to run it
