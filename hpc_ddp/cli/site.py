@@ -42,7 +42,7 @@ def detect_(name: str | None, only_print: bool, force: bool) -> None:
     shipped = sites.read_shipped_keys(name)
     if shipped:
         say(f"{name} is known (hpc-ddp site show {shlex.quote(name)}): its keys are left out here")
-    description = infer.describe(cluster.probe(os.environ), shipped)
+    description = infer.infer_site(cluster.probe_cluster(os.environ), shipped)
     text = description.to_toml(time.strftime("%Y-%m-%d"))
     if only_print:
         click.echo(text, nl=False)
