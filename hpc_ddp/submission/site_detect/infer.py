@@ -214,9 +214,7 @@ def _stage(facts: ClusterFacts) -> list[Setting]:
     """Return the setting ``stage``, not certain, where this Python's environment is on a network
     file system; else []."""
     folder, network = facts.python_disk
-    why = (
-        f"{folder} is on {network}: try it where `hpc-ddp explain` says that imports are slow"
-    )
+    why = f"{folder} is on {network}: try it where `hpc-ddp explain` says that imports are slow"
     return [Setting("stage", True, why, is_certain=False)] if network else []
 
 
