@@ -73,7 +73,7 @@ def clean(
     older_than_s = parse_age(older_than or (OLD if not runs else "0h"))
     deletions = report_clean.find_deletions(root, named, older_than_s, states, checkpoints_only)
     if not as_json and deletions:
-        click.echo(report_clean.table(deletions))
+        click.echo(report_clean.deletion_table(deletions))
     elif not deletions:
         say("nothing to clean")
     # Without a deletion to confirm, remains of an interrupted call may still be there.
@@ -82,7 +82,7 @@ def clean(
         is_confirmed = _ask()
     rows = [deletion.to_dict() | {"deleted": False} for deletion in deletions]
     if is_confirmed and root.is_dir():
-        results = report_clean.delete(deletions, root)
+        results = report_clean.delete_parts(deletions, root)
         for row, (deletion, problem) in zip(rows, results, strict=True):
             row["deleted"] = not problem
             if problem:
@@ -156,7 +156,7 @@ def bundle(run: str, output: Path | None, runs_dir: str | None) -> None:
     folder = run_of(run, runs_dir)
     path = output or Path(f"hpc-ddp-{folder.id.replace('/', '-')}.tar.gz")
     try:
-        entries, omissions = report_bundle.write(folder, path)
+        entries, omissions = report_bundle.write_bundle(folder, path)
     except OSError as error:
         if not error.filename or Path(error.filename) != path:
             raise
