@@ -74,7 +74,7 @@ def clean(
     older_than_s = parse_age(older_than or (OLD if not runs else "0h"))
     deletions = report_clean.find_deletions(root, named, older_than_s, states, checkpoints_only)
     if not as_json and deletions:
-        click.echo(report_clean.table(deletions))
+        click.echo(report_clean.deletion_table(deletions))
     elif not deletions:
         say("nothing to clean")
     if deletions and not (yes or dry_run or as_json):
@@ -96,7 +96,7 @@ def _delete(
     """Make the deletions below `root`, and set ``deleted`` in the row of each that is made. Print
     to stderr why others are not, and the bytes that are freed. Without deletions only the remains
     of an interrupted call are removed."""
-    results = report_clean.delete(deletions, root)
+    results = report_clean.delete_parts(deletions, root)
     # A strict `zip` asks for one result more than there are, by which the remains are removed.
     for row, (deletion, problem) in zip(rows, results, strict=True):
         row["deleted"] = not problem
@@ -169,7 +169,7 @@ def bundle(run: str, output: Path | None, runs_dir: str | None) -> None:
     folder = run_of(run, runs_dir)
     path = output or Path(f"hpc-ddp-{folder.id.replace('/', '-')}.tar.gz")
     try:
-        entries, omissions = report_bundle.write(folder, path)
+        entries, omissions = report_bundle.write_bundle(folder, path)
     except OSError as error:
         if not error.filename or Path(error.filename) != path:  # not of the archive
             raise

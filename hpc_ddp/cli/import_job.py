@@ -142,7 +142,7 @@ def _try_render(conversion: Conversion, path: Path, cwd: Path, home: Path) -> li
     settings["env-names"] = [name for name in names if name in os.environ]
     loaded = config.load(config.as_options(settings, str(path)), Path("/"), home)
     plan = plan_new(loaded, cwd, runs_root(loaded))
-    lines = plan.rendering.whole().splitlines()
+    lines = plan.rendering.text().splitlines()
     missing = ", ".join(name for name in names if name not in os.environ)
     start = f"renders once your shell has {missing}" if missing else "renders"
     effect = [f"{start}: {len(lines)} lines; hpc-ddp render prints them"]

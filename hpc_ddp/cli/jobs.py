@@ -39,7 +39,7 @@ from hpc_ddp.submission.drill.runs import drill as run_drill
 from hpc_ddp.submission.plan import Plan, PreparedRun, plan_new
 from hpc_ddp.submission.restart import plan_continuation, plan_rerun, set_aside
 from hpc_ddp.submission.run_files.earlier import remove_note
-from hpc_ddp.submission.run_files.snapshot import changed_since
+from hpc_ddp.submission.run_files.snapshot import find_changed_files
 from hpc_ddp.submission.settings import config, origin
 from hpc_ddp.submission.settings.runs_dir import runs_root
 from hpc_ddp.submission.settings.user import home_folder
@@ -192,7 +192,7 @@ def _note_changes(plan: Plan) -> None:
     if plan.copies_code or not plan.code.is_relative_to(plan.run.whole):
         return
     inside = plan.script.relative_to(plan.code)
-    if changed := changed_since(plan.code, inside, plan.spec.program):
+    if changed := find_changed_files(plan.code, inside, plan.spec.program):
         names = ", ".join(changed[:3]) + (", …" if changed[3:] else "")
         say(
             f"note: the run goes on with its own copy of the code; changed since: {names};"
@@ -271,11 +271,12 @@ def render(as_json: bool, explain: bool, **options: Any) -> None:
     printed in place of the script, and nothing is left behind.
     """
     if explain:
-        rows = origin.origins(*_make_plan(options))
-        click.echo(json.dumps([row.to_dict() for row in rows]) if as_json else origin.table(rows))
+        rows = origin.find_origins(*_make_plan(options))
+        table = origin.format_table(rows)
+        click.echo(json.dumps([row.to_dict() for row in rows]) if as_json else table)
         return
     prepared = _write_run(options)
-    text = backends.render(prepared)
+    text = backends.write_script(prepared)
     if prepared.is_new:
         remove_note(prepared.run)
     else:
@@ -345,7 +346,7 @@ def preflight(as_json: bool, train: bool, **options: Any) -> None:
         say(f"site: {settings.recognised}")
     if train:
         _train_and_exit(settings, as_json)
-    event = launch_preflight.examine(settings, Path.cwd(), runs_root(settings))
+    event = launch_preflight.run_checks(settings, Path.cwd(), runs_root(settings))
     if as_json:
         click.echo(json.dumps(event.to_line()))
     elif event.report:
@@ -360,11 +361,11 @@ def _train_and_exit(settings: config.Settings, as_json: bool) -> NoReturn:
     Raise UsageError for a refused setting, HpcDdpError where the training can't be started or tried
     no feature, and OSError where a file can't be written or read.
     """
-    prepared = launch_preflight.first_contact(settings, Path.cwd(), runs_root(settings))
+    prepared = launch_preflight.write_first_contact(settings, Path.cwd(), runs_root(settings))
     say(f"run: {prepared.run.path}; this takes a minute or two")
     forward = SignalForwarder().install()
     code = forward.wait(backends.start(prepared, subprocess.DEVNULL))
-    table = launch_preflight.table_of(prepared)
+    table = launch_preflight.read_table(prepared)
     click.echo(json.dumps({"table": table, "run": str(prepared.run.path)}) if as_json else table)
     sys.exit(bool(code) or "| no |" in table or "| not tried |" in table)  # cells of a feature
 

@@ -37,19 +37,19 @@ def detect_(name: str | None, only_print: bool, force: bool) -> None:
     file does not. Nothing is submitted.
     """
     home = home_folder()
-    recognised = None if name else sites.recognised(home, os.environ)
+    recognised = None if name else sites.recognise(home, os.environ)
     name = name or (recognised[0] if recognised else "site")
-    shipped = sites.shipped_keys(name)
+    shipped = sites.read_shipped_keys(name)
     if shipped:
         say(f"{name} is known (hpc-ddp site show {shlex.quote(name)}): its keys are left out here")
-    description = infer.describe(cluster.probe(os.environ), shipped)
+    description = infer.infer_site(cluster.probe_cluster(os.environ), shipped)
     text = description.to_toml(time.strftime("%Y-%m-%d"))
     if only_print:
         click.echo(text, nl=False)
         return
     for line in (description.title, *description.remarks):
         say(line)
-    click.echo(sites.write(home, name, text, force))
+    click.echo(sites.write_file(home, name, text, force))
 
 
 @site.command("list")
@@ -59,9 +59,11 @@ def list_() -> None:
     `*` marks those in use.
     """
     home = home_folder()
-    in_use = sites.files(_site_in_use(home), home, operators.site_file(os.environ))
+    in_use = sites.find_files(_site_in_use(home), home, operators.find_site_file(os.environ))
     for path in sites.all_files(home):
-        click.echo(f"{'*' if path in in_use else ' '} {path.stem:16} {sites.title(path) or path}")
+        click.echo(
+            f"{'*' if path in in_use else ' '} {path.stem:16} {sites.read_title(path) or path}"
+        )
 
 
 @site.command()
@@ -69,7 +71,9 @@ def list_() -> None:
 def show(name: str | None) -> None:
     """Print the files of site NAME (default: the site in use); the first has precedence."""
     home = home_folder()
-    for path in sites.files(name or _site_in_use(home), home, operators.site_file(os.environ)):
+    for path in sites.find_files(
+        name or _site_in_use(home), home, operators.find_site_file(os.environ)
+    ):
         click.echo(f"# --- {path}\n{path.read_text()}")
 
 
@@ -77,7 +81,7 @@ def _site_in_use(home: Path) -> str | None:
     """Return the name of the site of jobs that are submitted from this folder: the project file's,
     else the site that the environment shows; None without either. Raise UsageError for settings
     that can't be used."""
-    recognised = sites.recognised(home, os.environ)
+    recognised = sites.recognise(home, os.environ)
     named: str | None = config.load({}, Path.cwd(), home).get("site")
     return named or (recognised[0] if recognised else None)
 
@@ -91,5 +95,5 @@ def trust(paths: Sequence[Path]) -> None:
     owner, is refused again. The list is ~/.config/hpc-ddp/trusted.json. The paths are printed.
     """
     for path in paths:
-        settings_trust.accept(path)
+        settings_trust.accept_file(path)
         click.echo(path.absolute())

@@ -24,7 +24,8 @@ from hpc_ddp.core.run_folder import RunFolder
 LOG_BYTES = 2**20  # of the end of each log
 TOTAL_BYTES = 100 * 2**20
 FOLDERS = ("journal", "logs")
-# No text; what an attempt's agents sign with; drafts, and the environment of the batch script.
+# Names of files that are left out: flight recorders, which are no text; the secret with which an
+# attempt's agents sign; and hidden files, as drafts and the environment of the batch script.
 LEFT_OUT = re.compile(r"flight-rank-.*|secret|\..*")
 JOB_FILES = ("job.json", "job.sbatch")
 REDACTED = "[redacted]"
@@ -33,7 +34,8 @@ _VALUE = r"""(?:"[^"\n]*"|'[^'\n]*'|[^\s"',;&|)}\]])+"""
 # In a script a value may have line breaks, be a list, and have a space behind a backslash.
 _LONG_VALUE = r"""(?:"[^"]*"|'[^']*'|\([^)]*\)|\\.|[^\s"';&|])+"""
 _QUOTE = r"""\\*["']?"""  # behind a name of JSON, which may stand in a string of JSON
-# A name is bounded: in a log of a long line of dashes each could begin one.
+# Secrets in any text; group 1 of a match is kept, the rest is the secret. The length of a name is
+# bounded: in a long line of dashes each dash could begin a name.
 _SECRETS = (
     re.compile(rf"((?:{SECRET_NAME})[\w-]{{0,99}}{_QUOTE}\s*[=:]\s*)(?:Bearer )?{_VALUE}", re.I),
     re.compile(
@@ -49,19 +51,19 @@ _ASSIGNMENT = re.compile(r"(?<![\w-])([A-Za-z_]\w*)\+?=")
 class Redaction:
     """Replaces secrets in the texts of a run.
 
-    By names it replaces (``TOKEN=abc`` becomes ``TOKEN=[redacted]``): the values of the job's
-    environment variables, also of those that its set-up and tear-down lines set; each value behind
-    a name like that of a secret; passwords in URLs; and headers with a login or cookies.
+    A value is replaced behind a name (``TOKEN=abc`` becomes ``TOKEN=[redacted]``) that is one of
+    the job's environment variables, a variable that its set-up and tear-down lines set, or a name
+    like that of a secret; further passwords in URLs, and headers with a login or cookies.
 
-    Wherever they stand it replaces: secrets in the job, and values in `environ`, the user's
-    variables, of those that are named like a secret or that the job passes on. Such a text has 8
-    characters or more.
+    Some texts of 8 characters or more are replaced wherever they stand: secrets in the job, and the
+    values of the user's variables (`environ`) that are named like a secret or that the job passes
+    on.
     """
 
     def __init__(self, spec: JobSpec, environ: Mapping[str, str]) -> None:
         lines = "\n".join((*spec.setup, *spec.teardown))
         names = {*spec.env, *spec.env_names, *_EXPORT.findall(lines), *_ASSIGNMENT.findall(lines)}
-        any_name = rf"\b(?:{'|'.join(map(re.escape, names)) or '(?!)'})"
+        any_name = rf"\b(?:{'|'.join(map(re.escape, names)) or '(?!)'})"  # (?!) matches nothing
         self._in_script = re.compile(rf"({any_name}\+?=){_LONG_VALUE}")
         self._in_log = re.compile(rf"""({any_name}(?:=|\\*["']\s*[=:]\s*)){_VALUE}""")
         # A log may show a secret of the user's shell, or of the job's arguments, under any name.
@@ -69,41 +71,45 @@ class Redaction:
             secret for name, secret in environ.items() if name in spec.env_names or _is_secret(name)
         }
         values |= {*_secrets_in(json.loads(spec.to_json()), "")}
+        # The longest first: one secret may be a part of another.
         self._values = sorted((s for s in values if len(s) >= 8), key=len, reverse=True)
 
-    def clean(self, text: str, suffix: str) -> str:
-        """Return the redacted text of a file with this suffix: ``.json``, ``.jsonl`` by its lines,
-        ``.sbatch``, or any other for a log. JSON is formatted anew; a broken file or line of it is
-        replaced as a whole."""
+    def redact_file(self, text: str, suffix: str) -> str:
+        """Return the redacted text of a file. Its suffix decides: ``.json``, ``.jsonl`` (JSON line
+        by line), ``.sbatch`` (a script), any other (a log). JSON is formatted anew; a file or line
+        of broken JSON is replaced as a whole."""
         if suffix == ".json":
-            return self._json(text, indent=1)
+            return self._redact_json(text, indent=1)
         if suffix == ".jsonl":
-            return "\n".join(self._json(line) for line in text.splitlines())
-        return self._text(text, suffix == ".sbatch")
+            return "\n".join(self._redact_json(line) for line in text.splitlines())
+        return self._redact_text(text, is_script=suffix == ".sbatch")
 
-    def _json(self, text: str, indent: int | None = None) -> str:
+    def _redact_json(self, text: str, indent: int | None = None) -> str:
         """Return a JSON text redacted, with the `indent` of `json.dumps` (None: on one line); a
-        broken one is replaced as a whole."""
+        broken text is replaced as a whole."""
         try:
-            return json.dumps(self._redact(json.loads(text), ""), indent=indent)
-        except (ValueError, RecursionError):  # torn, or cut: names and values can't be told apart
+            return json.dumps(self._redact_content(json.loads(text), ""), indent=indent)
+        except (ValueError, RecursionError):  # a cut text does not show which words are values
             return REDACTED
 
-    def _redact(self, content: Any, name: str) -> Any:
-        """Return JSON content without secrets, by the `name` before it ('' at the top). All values
-        below ``env`` are replaced; in a table behind a secret's name only those behind names that
-        are a secret's, too. `None` is kept, and other texts are treated as those of a script."""
+    def _redact_content(self, content: Any, name: str) -> Any:
+        """Return the content of JSON without secrets, by the `name` before it ('' at the top). All
+        values below ``env`` are replaced, and each value behind a secret's name; in a table behind
+        such a name its own names decide. `None` is kept; other texts are redacted like a script."""
         if isinstance(content, dict):
-            return {k: self._redact(v, "env" if name == "env" else k) for k, v in content.items()}
+            return {
+                key: self._redact_content(part, "env" if name == "env" else key)
+                for key, part in content.items()
+            }
         if isinstance(content, list):
-            return [self._redact(v, n) for n, v in _named(content, name)]
+            return [self._redact_content(part, key) for key, part in _with_names(content, name)]
         if content is not None and (name == "env" or _is_secret(name)):
             return REDACTED
-        return self._text(content, True) if isinstance(content, str) else content
+        return self._redact_text(content, is_script=True) if isinstance(content, str) else content
 
-    def _text(self, text: str, is_script: bool) -> str:
-        """Return a text without the known secrets, and without values that follow the name of a
-        secret or of the job's variables. In a script (`is_script`) a value may have line breaks."""
+    def _redact_text(self, text: str, is_script: bool) -> str:
+        """Return a text without the known secrets, and without values behind the name of a secret
+        or of the job's variables. In a script (`is_script`) a value may have line breaks."""
         for secret in self._values:
             text = text.replace(secret, REDACTED)
         for pattern in (*_SECRETS, self._in_script if is_script else self._in_log):
@@ -111,25 +117,27 @@ class Redaction:
         return text
 
 
-def _named(content: list[Any], name: str) -> list[tuple[str, Any]]:
-    """Return the entries of a list that stands behind a `name`, each with the name before it: that
-    of the list, or in arguments the option ``--…`` that is the entry before."""
-    words = ["", *map(str, content[:-1])][: len(content)]
-    names = (word if word.startswith("--") else name for word in words)
+def _with_names(content: list[Any], name: str) -> list[tuple[str, Any]]:
+    """Return (name, entry) for each entry of a list that stands behind `name`. The name is that of
+    the list; for an entry behind an option ``--…``, as in arguments, it is the option."""
+    entries_before = ["", *map(str, content[:-1])][: len(content)]  # [] for an empty list
+    names = (word if word.startswith("--") else name for word in entries_before)
     return list(zip(names, content, strict=True))
 
 
 def _secrets_in(content: Any, name: str) -> Iterator[str]:
-    """Yield the texts in JSON content that are secrets by the `name` before them ('' at the top; an
-    option behind another option is no value), and the secrets within any text (`_SECRETS`)."""
+    """Yield the secrets in the content of JSON: texts behind a secret's name (`name` is the one
+    before the content, '' at the top; an option behind another option is no value), and the secrets
+    within any text (`_SECRETS`)."""
     if isinstance(content, (dict, list)):
-        parts = content.items() if isinstance(content, dict) else _named(content, name)
+        parts = content.items() if isinstance(content, dict) else _with_names(content, name)
         for part_name, part in parts:
             yield from _secrets_in(part, part_name)
     elif isinstance(content, str):
         if _is_secret(name) and not content.startswith("--"):
             yield content
         for pattern in _SECRETS:
+            # The match without group 1, and without quotes.
             yield from (m[0][len(m[1]) :].strip("\"'") for m in pattern.finditer(content))
 
 
@@ -138,9 +146,9 @@ def _is_secret(name: str) -> bool:
     return bool(re.search(SECRET_NAME, name, re.I))
 
 
-def write(run: RunFolder, output: Path) -> tuple[list[str], list[str]]:
+def write_bundle(run: RunFolder, output: Path) -> tuple[list[str], list[str]]:
     """Write the archive of a run, `output`, for the user alone to read. Return the names of its
-    entries, with a note behind each that was cut; and the sorted omissions, with their reasons.
+    entries, with a note behind each that was cut; and the omissions, sorted, with their reasons.
 
     Slurm is queried for its version and for the newest job; without an answer the job's record is
     an omission. After the first entry beyond `TOTAL_BYTES` none follows.
@@ -150,22 +158,22 @@ def write(run: RunFolder, output: Path) -> tuple[list[str], list[str]]:
     UsageError
         the archive exists already, or the run's job.json is broken
     OSError
-        job.json or the journal can't be read, a file goes meanwhile, or the archive can't be
+        job.json or the journal can't be read, a file disappears meanwhile, or the archive can't be
         written; a part of it may lie in `output` then
     """
     top = RunFolder(run.whole)
     redaction = Redaction(JobSpec.from_json(read_text(top.job_json)), os.environ)
     names = {*JOB_FILES, *FOLDERS, *(folder.path.name for folder in top.tasks())}
-    paths = (path for folder in _folders(run) for path in folder.path.iterdir())
+    paths = (path for folder in _folders_of(run) for path in folder.path.iterdir())
     omissions = [
         f"{path.relative_to(top.path)} (by rule)" for path in paths if path.name not in names
     ]
     entries: list[str] = []
     size = 0
-    with _create(output) as file, tarfile.open(fileobj=file, mode="w:gz") as archive:
-        for name, text, note in _texts(run, omissions):
-            content = redaction.clean(text, Path(name).suffix).encode(errors="replace")
-            size += len(content)
+    with _create_archive(output) as file, tarfile.open(fileobj=file, mode="w:gz") as archive:
+        for name, text, note in _read_entries(run, omissions):
+            content = redaction.redact_file(text, Path(name).suffix).encode(errors="replace")
+            size += len(content)  # also of an entry that is left out: so none follows it
             if size > TOTAL_BYTES:
                 omissions.append(f"{name} (beyond {TOTAL_BYTES >> 20} MiB in all)")
                 continue
@@ -176,61 +184,63 @@ def write(run: RunFolder, output: Path) -> tuple[list[str], list[str]]:
     return entries, sorted(omissions)
 
 
-def _create(output: Path) -> IO[bytes]:
-    """Create the archive, with mode 0600, and return it open for writing. Raise UsageError where it
-    exists, and OSError where it can't be made."""
+def _create_archive(output: Path) -> IO[bytes]:
+    """Create the file of the archive, with mode 0600, and return it open for writing. Raise
+    UsageError where it exists, and OSError where it can't be made."""
     try:  # private: a secret without a telling name is not redacted
         return open(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb")
     except FileExistsError:
         raise UsageError(f"{output} exists; accepted: a new file", hint="-o OTHER.tar.gz") from None
 
 
-def _texts(run: RunFolder, omissions: list[str]) -> Iterator[tuple[str, str, str]]:
+def _read_entries(run: RunFolder, omissions: list[str]) -> Iterator[tuple[str, str, str]]:
     """Yield name, text and a note ('' for a complete file) of each entry, the most important first.
 
-    Slurm is queried on the way. Each omission is added to `omissions`, with the reason: also a file
-    that can't be read. Raise OSError where the run or its journal can't be read.
+    Slurm is queried on the way. A file that is left out, or can't be read, is added to `omissions`,
+    with the reason. Raise OSError where the run or its journal can't be read.
     """
-    yield "versions.txt", _versions(RunFolder(run.whole)), ""
+    yield "versions.txt", _query_versions(RunFolder(run.whole)), ""
     for job in run.jobs(run.events())[-1:]:
         try:
             yield f"scontrol-{job.id}.txt", slurm.job_text(job), ""
         except HpcDdpError as error:
             omissions.append(f"scontrol show job {job.id} ({error})")
-    for path in _files(run):
+    for path in _list_files(run):
         name = str(path.relative_to(run.whole))
         limit = TOTAL_BYTES if path.suffix == ".jsonl" else LOG_BYTES
         try:
             if not stat.S_ISREG(path.lstat().st_mode) or LEFT_OUT.fullmatch(path.name):
                 omissions.append(f"{name} (no text)")
                 continue
-            text, is_cut = _tail(path, limit)
+            text, is_cut = _read_tail(path, limit)
         except OSError as error:
             omissions.append(f"{name} ({error.strerror})")
             continue
         yield name, text, f" (its last {limit >> 20} MiB)" if is_cut else ""
 
 
-def _folders(run: RunFolder) -> list[RunFolder]:
-    """Return the folders of a run: of an array with its tasks, of a task with its array before."""
+def _folders_of(run: RunFolder) -> list[RunFolder]:
+    """Return the folders of a run: an array and its tasks, or a task's array and the task."""
     return [RunFolder(run.whole), *([run] if run.is_task else run.tasks())]
 
 
-def _files(run: RunFolder) -> Iterator[Path]:
-    """Yield the files of a run: job, journals, logs; of an array also those of its tasks, of a task
-    also those of its array. Folders that are links, or may not be read, are left out."""
-    folders = _folders(run)
+def _list_files(run: RunFolder) -> Iterator[Path]:
+    """Yield the files of a run, in this order: job, journals, logs; of an array also those of its
+    tasks, of a task also those of its array. Folders that are links, or may not be read, are left
+    out."""
+    folders = _folders_of(run)
     yield from (f.path / name for f in folders for name in JOB_FILES if (f.path / name).exists())
     for name in FOLDERS:
         tops = [f.path / name for f in folders if not (f.path / name).is_symlink()]
         yield from (p for top in tops for p in sorted(top.rglob("*")) if not p.is_dir())
 
 
-def _tail(path: Path, limit_bytes: int) -> tuple[str, bool]:
+def _read_tail(path: Path, limit_bytes: int) -> tuple[str, bool]:
     """Return the end of a file, at most `limit_bytes`, and whether its beginning is left out.
 
-    A line that is cut is dropped: the name by which its value is a secret may be gone. So the text
-    is '' where the end has no line break. Raise OSError where `open_data` refuses the file.
+    The first line of such an end is left out, since it may lack the name that marks its value as a
+    secret. So the text is '' where the end has no line break. Raise OSError where `open_data`
+    refuses the file.
     """
     with open_data(path) as file:
         start = max(0, os.fstat(file.fileno()).st_size - limit_bytes)
@@ -239,7 +249,7 @@ def _tail(path: Path, limit_bytes: int) -> tuple[str, bool]:
     return (text.partition("\n")[2] if start else text), bool(start)
 
 
-def _versions(run: RunFolder) -> str:
+def _query_versions(run: RunFolder) -> str:
     """Query Slurm, and return the versions of hpc-ddp, Slurm, Python and the system as lines of
     text. Without an answer of Slurm its line has the error. Raise OSError where the run's copy of
     hpc-ddp can't be read."""

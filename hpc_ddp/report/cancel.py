@@ -1,4 +1,4 @@
-"""Ends runs for good. A job that is still live afterwards is never called cancelled."""
+"""Ends runs for good. A job that is still live afterwards is reported as not cancelled."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def cancel(run: RunFolder) -> None:
     """End a run for good, an array with all tasks, a task alone: send SIGTERM to its processes on
     this machine, cancel its jobs, and wait up to `QUEUE_LOOKS` seconds for the jobs' end.
 
-    The run's mark, and an event in its journal, come first, so that a verdict made just now sees
-    the mark. A disk that takes no mark is reported on stderr, and the jobs are cancelled all the
-    same. A finished run whose script has not ended (it hangs, say) gets no mark, and stays
-    finished; a finished task of an array is passed over.
+    Before that the run and its tasks get the mark ``cancelled`` and an event in their journals, so
+    that a verdict made just now sees the mark. A disk that takes no mark is reported on stderr, and
+    the jobs are cancelled all the same. A finished run whose script has not ended (it hangs, say)
+    gets no mark, and stays finished; a finished task of an array is passed over.
 
     Raises
     ------
@@ -50,71 +50,72 @@ def cancel(run: RunFolder) -> None:
         the run is finished and nothing works on it, or another user could have written the ids of
         its processes and jobs
     HpcDdpError
-        Slurm gives no answer or refuses, and jobs may be live. Or, once all others are cancelled:
-        a job is live after the wait, a job may be another run's, or a job or process can't be
-        asked for from here
+        Slurm gives no answer or refuses, and jobs may be live. Or, once all other jobs are
+        cancelled: a job is live after the wait, a job may be another run's, or a job or process
+        can't be asked for from here
     OSError
         the run's folder or a task's can't be read or looked at; no job is cancelled then, but
         processes may have got SIGTERM
     """
     check_executable(run)
-    is_done = _is_done(run)
+    is_done = _is_finished_but_live(run)
     tasks = (task for task in run.tasks() if not task.finished())
     parts = [_end_part(folder, is_done) for folder in itertools.chain([run], tasks)]
     jobs = [job for part in parts for job in part.jobs]
-    ended = [job for part in parts for job in part.ended]
-    unclear = [part.unclear for part in parts if part.unclear]
+    ended = [job for part in parts for job in part.ended_jobs]
+    problems = [part.problem for part in parts if part.problem]
     if run.is_task:
         jobs = _jobs_of_task(run, jobs)
     queue = Queue(slurm.list_jobs(is_patient=True)) if jobs else read_queue()
-    targets, unclear_jobs = _live_jobs(run, jobs, ended, queue)
-    unclear += unclear_jobs
+    targets, job_problems = _select_targets(run, jobs, ended, queue)
+    problems += job_problems
+    if not run.is_task:
+        targets += _unjournaled_jobs(run, targets, queue)
     if targets:
-        unclear += _cancel_jobs(run, targets, all(part.is_marked for part in parts))
-    if unclear:
+        problems += _cancel_jobs(run, targets, all(part.is_marked for part in parts))
+    if problems:
         raise HpcDdpError(
-            f"of run {run.path} not cancelled: {'; '.join(unclear)}",
+            f"of run {run.path} not cancelled: {'; '.join(problems)}",
             hint="scancel, or kill, where it is",
         )
 
 
-def _is_done(run: RunFolder) -> bool:
-    """Return whether a run is finished but its job or process has not ended, for which Slurm is
-    asked. Raise UsageError for a finished run on which nothing works, OSError where its journal
-    can't be read."""
+def _is_finished_but_live(run: RunFolder) -> bool:
+    """Return whether a run is finished, and its job or process has not ended; Slurm is asked. Raise
+    UsageError for a finished run on which nothing works, OSError where its journal can't be
+    read."""
     events = run.events()
-    is_done = is_finished(events)
-    if is_done and (
-        has_ended_for_good(events) or describe_work(run, read_queue(), guesses=False) is None
-    ):
+    if not is_finished(events):
+        return False
+    if has_ended_for_good(events) or describe_work(run, read_queue(), guesses=False) is None:
         raise UsageError(f"run {run.path} is finished", hint=f"hpc-ddp status {run.quoted}")
-    return is_done
+    return True
 
 
 @dataclass(frozen=True)
 class _Part:
-    """A run or a task that `_end_part` has marked: its jobs by the journal, and those of them that
-    are over; whether the disk has taken the mark, and a sentence about a process that can't be seen
-    from here, '' without one."""
+    """A run or a task after `_end_part`: its jobs by the journal, and those of them that are over;
+    whether it needs no mark or has it; and a sentence about a process that can't be seen from here,
+    '' without one."""
 
     jobs: Sequence[JobRef]
-    ended: Sequence[JobRef]
+    ended_jobs: Sequence[JobRef]
     is_marked: bool
-    unclear: str
+    problem: str
 
 
 def _end_part(folder: RunFolder, is_done: bool) -> _Part:
-    """Mark a run or a task, unless it `is_done`, and send SIGTERM to its process on this machine.
-    Raise OSError where the journal can't be read."""
+    """Write the mark of a run or a task, unless it `is_done`, and send SIGTERM to its process on
+    this machine. Raise OSError where the journal can't be read."""
     events = folder.events()
     jobs = folder.jobs(events)
-    is_marked = is_done or _mark(folder, jobs)
+    is_marked = is_done or _write_mark(folder, jobs)
     return _Part(jobs, ended_jobs(folder, events), is_marked, _end_process(events))
 
 
 def _end_process(events: Sequence[JournalEvent]) -> str:
     """Send SIGTERM to the process of the newest start, if it runs on this machine. Return a
-    sentence about one that can't be seen from here, else ''."""
+    sentence about a process that can't be seen from here, else ''."""
     started, work = last_event(events, Started), process_of(events)
     if started and started.pid and work and work.life is Life.LIVE:
         with suppress(ProcessLookupError):  # it has ended just now
@@ -124,12 +125,13 @@ def _end_process(events: Sequence[JournalEvent]) -> str:
 
 
 def _cancel_jobs(run: RunFolder, jobs: Sequence[JobRef], is_marked: bool) -> list[str]:
-    """Cancel a run's jobs and wait for their end, `QUEUE_LOOKS` seconds at most; return a sentence
-    about each that is live then, [] without any.
+    """Cancel a run's jobs, one or more, and wait for their end, `QUEUE_LOOKS` seconds at most;
+    return a sentence about each job that is live then.
 
-    A verdict sees the run's mark and requeues no job. Without the mark (`is_marked`) Slurm is asked
-    not to requeue them; that it refuses this is passed over. Raise HpcDdpError where Slurm gives no
-    answer or does not cancel them, and OSError where a run's folder can't be looked at.
+    A verdict sees the run's mark and requeues no job. If the run has none (not `is_marked`), Slurm
+    is asked not to requeue the jobs; a refusal of this is passed over. Raise HpcDdpError where
+    Slurm gives no answer or does not cancel the jobs, and OSError where a run's folder can't be
+    looked at.
     """
     if not is_marked:
         for job in jobs:
@@ -145,12 +147,13 @@ def _cancel_jobs(run: RunFolder, jobs: Sequence[JobRef], is_marked: bool) -> lis
     return [f"{describe_job(job, queue, run)} after scancel" for job in live]
 
 
-def _mark(folder: RunFolder, jobs: Sequence[JobRef]) -> bool:
+def _write_mark(folder: RunFolder, jobs: Sequence[JobRef]) -> bool:
     """Write a run's mark `cancelled`, with its `jobs`, and the event into its journal; return
-    whether the disk has taken the mark. Else report it on stderr, and journal nothing.
+    whether the disk has taken the mark. If it has not, that is reported on stderr, and nothing is
+    journaled.
 
-    The mark names `jobs`, since the first start of any other job removes it: the user then wishes
-    to go on.
+    The mark names `jobs`, since the first start of any other job removes the mark: the user then
+    wishes to go on.
     """
     try:
         write_json(folder.cancelled, {"jobs": [str(job) for job in jobs]})
@@ -161,20 +164,18 @@ def _mark(folder: RunFolder, jobs: Sequence[JobRef]) -> bool:
     return True
 
 
-def _live_jobs(
+def _select_targets(
     run: RunFolder, jobs: Sequence[JobRef], ended: Sequence[JobRef], queue: Queue
 ) -> tuple[list[JobRef], list[str]]:
-    """Return the jobs of the run to cancel, which are not over; and sentences about those jobs in
-    its journal that may be another run's by now, or can't be asked for.
+    """Return those of `jobs`, the journal's, that are to be cancelled; and sentences about those
+    that may be another run's by now, or can't be asked for.
 
-    `jobs` are the journal's jobs, `ended` those that are over by the journal. A journal may name a
-    job of long ago, whose number another job of the user's has now. It does not name a job that a
-    person has submitted without hpc-ddp and that has not started: for such jobs `queue` is looked
-    through, unless `run` is a task. Allocations (``salloc``) are returned only while the newest
-    attempt has no verdict. Raise HpcDdpError where Slurm gives no answer on a job, and OSError
-    where the journal can't be read.
+    `ended` are the jobs that are over by the journal. A journal may name a job of long ago, whose
+    number another job of the user's has now. Allocations (``salloc``) are returned only while the
+    newest attempt has no verdict. Raise HpcDdpError where Slurm gives no answer on a job, and
+    OSError where the journal can't be read.
     """
-    targets, unclear = [], []
+    targets, problems = [], []
     paths, events = _Paths.of(run), run.events() if jobs else []
     submitted = last_event(events, Submitted)
     is_allocation = submitted is not None and submitted.backend == "salloc"
@@ -188,25 +189,35 @@ def _live_jobs(
             elif _is_of_run(paths, job, queued):
                 targets.append(job)
             else:
-                unclear.append(f"job {job.id} is live, and perhaps not of this run ({queued.name})")
+                problems.append(
+                    f"job {job.id} is live, and perhaps not of this run ({queued.name})"
+                )
         elif queue.life(job, run) is Life.UNKNOWN and not job.is_among(ended):
-            unclear.append(f"job {job.id} of cluster {job.cluster}, which can't be asked from here")
-    if run.is_task:
-        return targets, unclear
+            problems.append(
+                f"job {job.id} of cluster {job.cluster}, which can't be asked from here"
+            )
+    return targets, problems
+
+
+def _unjournaled_jobs(run: RunFolder, targets: Sequence[JobRef], queue: Queue) -> list[JobRef]:
+    """Return the live jobs of a run, no task, that are not among `targets`: a job that the user has
+    submitted without hpc-ddp, and that has not started, is not in the journal. Raise HpcDdpError
+    where Slurm gives no answer on a job, and OSError where a run's folder can't be looked at."""
+    paths = _Paths.of(run)
+    jobs: list[JobRef] = []
     for job_id, queued in queue.live.items():
         job = JobRef(job_id)
         if not job.is_among(targets) and (
             queued.script in paths.scripts
-            or (_may_be_of(run, queued) and _is_of_run(paths, job, queued))
+            or (_has_name_of(run, queued) and _is_of_run(paths, job, queued))
         ):
-            targets.append(job)
-    return targets, unclear
+            jobs.append(job)
+    return jobs
 
 
-def _may_be_of(run: RunFolder, queued: QueuedJob) -> bool:
-    """Return whether a job has the name of the run, or a name with which that begins, up to a dash,
-    and no script of another run's. Slurm is asked about such a job even if the journal does not
-    name it. Raise OSError where a run's folder can't be looked at."""
+def _has_name_of(run: RunFolder, queued: QueuedJob) -> bool:
+    """Return whether a job has the run's name, or a name that is the run's up to a dash, and does
+    not have the script of another run. Raise OSError where a run's folder can't be looked at."""
     # A run is named NAME-USER, and its job NAME, where another user has runs of that name.
     has_name = queued.name == run.name or run.name.startswith(f"{queued.name}-")
     return has_name and not is_of_another_run(run, queued.script)
@@ -214,24 +225,24 @@ def _may_be_of(run: RunFolder, queued: QueuedJob) -> bool:
 
 @dataclass(frozen=True)
 class _Paths:
-    """The scripts, and the folders for output, of a run, of its array, and of its tasks, of which
-    each may have a job of its own; paths without links, as Slurm has them."""
+    """The scripts, and the folders for output, of a run, of its array, and of its tasks: each of
+    these may have a job of its own. The paths are without links, as Slurm has them."""
 
     scripts: frozenset[str]
     logs: frozenset[str]
 
     @classmethod
     def of(cls, run: RunFolder) -> _Paths:
-        """Return the paths of a run. Raise OSError where the tasks can't be listed."""
+        """Return the paths for a run. Raise OSError where the tasks can't be listed."""
         parts = (run, RunFolder(run.whole), *run.tasks())
         scripts = frozenset(os.path.realpath(part.script) for part in parts)
         return cls(scripts, frozenset(os.path.realpath(part.logs) for part in parts))
 
 
 def _is_of_run(paths: _Paths, job: JobRef, queued: QueuedJob) -> bool:
-    """Return whether a live job is that of the run with `paths`: it has its script, or by Slurm's
-    record prints into its folder (a copy of the script, or one that came through a pipe). False
-    for a job that Slurm has forgotten since.
+    """Return whether a live job belongs to the run with `paths`: it has the run's script, or, by
+    Slurm's record, prints into the run's folder (its script may be a copy, or have come through a
+    pipe). False for a job that Slurm has forgotten since `queued` was read.
 
     Raise HpcDdpError where Slurm gives no answer.
     """
@@ -245,10 +256,10 @@ def _is_of_run(paths: _Paths, job: JobRef, queued: QueuedJob) -> bool:
 
 
 def _jobs_of_task(task: RunFolder, jobs: Sequence[JobRef]) -> list[JobRef]:
-    """Return jobs that mean this task only: the task's part of each job of the array, and those of
-    the task's own `jobs` that are none of the array's. The last task of an array has the array's
-    job id, by which all tasks would be cancelled. Raise OSError where the array's journal can't be
-    read."""
+    """Return jobs that stand for this task alone: the task's part of each job of the array, and
+    those of the task's own `jobs` that are no jobs of the array. The last task of an array has the
+    array's job id, by which all tasks would be cancelled. Raise OSError where the array's journal
+    can't be read."""
     array = RunFolder(task.whole)
     array_jobs = array.jobs(array.events())
     task_jobs = [job.task(task.index) for job in array_jobs]

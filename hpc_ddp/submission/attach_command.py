@@ -18,7 +18,8 @@ from hpc_ddp.core.job.variables import fill
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.submission.script import container
 
-# The first Python that runs there: this one, or the worker's; as the batch script has it.
+# Runs the first Python on the worker's node that is new enough: this one, the job's, or python3; as
+# the batch script does. Its words are both paths, then the arguments of that Python.
 _PYTHON = """\
 for python in "$1" "$2" python3; do
     "$python" -E -s -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && break
@@ -30,17 +31,17 @@ exec "$python" -E -s "$@\""""
 def command(
     run: RunFolder, node: str | None, rank: int | None, words: Sequence[str], terminal: bool
 ) -> list[str]:
-    """Return the words of the command that runs `node.attach` beside a worker. For a run with a
-    Slurm job it is an srun onto the worker's node, into another container of the same kind if the
-    job has one. For a run without a job it is this Python on this machine.
+    """Return the words of the command that runs `node.attach` beside a worker of the run's newest
+    attempt. For a run with a Slurm job it is an srun onto the worker's node, into another container
+    of the same kind if the job has one. For a run without a job it is this Python on this machine.
 
-    Nothing is started; Slurm is asked whether the job runs.
+    The command is not started; Slurm is asked whether the job runs.
 
     Parameters
     ----------
     node, rank
-        which worker of the newest attempt: the name of its node, and its rank. None: any node, and
-        the lowest rank there
+        the name of the worker's node, and the worker's rank. Without `rank` it is the lowest rank
+        on `node`; without both the lowest rank of the attempt
     words
         ``stacks``, or ``run`` and a command, for `node.attach`
     terminal
@@ -52,57 +53,73 @@ def command(
         there is no such worker yet; the run is another user's; or its job.json or container's tool
         is broken
     HpcDdpError
-        the run has no attempt, or its job or process does not run (a process: not on this
-        machine); Slurm gives no answer for two minutes; or the container's command has a variable
-        that is not set here
+        as `_live_attempt`; or the container's command has a variable that is not set here
     OSError
         the run's folder can't be read
     """
     check_executable(run)
+    attempt, job = _live_attempt(run)
+    pid_file = _pid_file(attempt, node, rank)
+    attach_words = [str(run.lib / "node.py"), "attach", str(pid_file), *words]
+    if not job:
+        return [sys.executable, *attach_words]
+    spec = JobSpec.from_json(run.job_json.read_bytes())
+    srun = ["srun", *slurm.cluster_option(job), f"--jobid={job.id}", "--overlap"]
+    srun += [f"--nodelist={pid_file.parent.name}", "--nodes=1", "--ntasks=1"]
+    if terminal:
+        srun.append("--pty")
+    has_container = bool(spec.container or spec.image)
+    search = ["sh", "-c", _PYTHON, "sh", sys.executable, spec.python]
+    python = [spec.python] if has_container else search
+    return [*srun, *_container_words(run, spec, job), *python, *attach_words]
+
+
+def _live_attempt(run: RunFolder) -> tuple[AttemptFolder, JobRef | None]:
+    """Return the run's newest attempt, and its job (None: a process of this machine). Raise
+    HpcDdpError where the run has no attempt, where its job or process does not run, or runs on
+    another machine, and where Slurm gives no answer for `slurm.PATIENCE_S`; OSError where the run's
+    folder can't be read."""
     attempts = run.attempts()
     if not attempts:
-        some = next((f"hpc-ddp attach {task.quoted}" for task in run.tasks()), None)
-        hint = some or f"hpc-ddp explain {run.quoted}"
+        attach_task = next((f"hpc-ddp attach {task.quoted}" for task in run.tasks()), None)
+        hint = attach_task or f"hpc-ddp explain {run.quoted}"
         raise HpcDdpError(f"run {run.path} has no worker to attach to", hint=hint)
     attempt = attempts[-1]
     info = attempt.info
     job = JobRef.of(info.get("job_id"), info.get("cluster"))
-    if not (slurm.show_job(job).state == "RUNNING" if job else process.is_live(attempt.info)):
+    if not (slurm.show_job(job).state == "RUNNING" if job else process.is_live(info)):
         raise HpcDdpError(
             f"run {run.path} does not run here now", hint=f"hpc-ddp explain {run.quoted}"
         )
-    pid_file = _pid_file(attempt, node, rank)
-    inside = [str(run.lib / "node.py"), "attach", str(pid_file), *words]
-    if not job:
-        return [sys.executable, *inside]
-    spec = JobSpec.from_json(run.job_json.read_bytes())
-    # Another container of the same kind: what the worker's environment names is in there.
-    entry = container.entry(spec, run.whole, run.whole / "code")
-    inner = spec.container or spec.image
-    start = [spec.python] if inner else ["sh", "-c", _PYTHON, "sh", sys.executable, spec.python]
-    step = ["srun", *slurm.cluster_option(job), f"--jobid={job.id}", "--overlap"]
-    step += [f"--nodelist={pid_file.parent.name}", "--nodes=1", "--ntasks=1"]
-    if terminal:
-        step.append("--pty")
+    return attempt, job
+
+
+def _container_words(run: RunFolder, spec: JobSpec, job: JobRef) -> list[str]:
+    """Return the options of srun, and the words before the command, that enter a container like the
+    worker's, so that the paths in the worker's environment exist there; [] for a job without one.
+    Raise HpcDdpError where they have a variable that is not set here, and UsageError as
+    `container.make_entry`."""
+    entry = container.make_entry(spec, run.whole, run.whole / "code")
     values = {**os.environ, "SLURM_JOB_ID": job.id}
     try:
-        entered = [fill(word, spec.expand, values) for word in (*entry.srun, *entry.command)]
+        return [fill(word, spec.expand, values) for word in (*entry.srun, *entry.command)]
     except KeyError as error:
         raise HpcDdpError(
             f"the container's command has ${error.args[0]}, which is not set here",
             hint=f"export {error.args[0]}",
         ) from None
-    return [*step, *entered, *start, *inside]
 
 
 def _pid_file(attempt: AttemptFolder, node: str | None, rank: int | None) -> Path:
     """Return the path of a worker's pid file in the attempt's folder. With `rank` the worker is
     that rank, which has to be on `node` if `node` is given too; without `rank` it is the lowest
-    rank on `node` (None: on any node). Raise UsageError where no such worker has started."""
-    # After a node of an elastic job is lost, its ranks are another node's: the newest file counts.
+    rank on `node` (None: on any node). Raise UsageError where no such worker has started, and
+    OSError where a file disappears meanwhile."""
+    # After a node of an elastic job is lost, its ranks are another node's. The newest file of a
+    # rank comes last, and so stays in the dict.
     paths = sorted(attempt.path.glob("*/rank-*.pid"), key=os.path.getmtime)
     pid_files = {_rank(path): path for path in paths}
-    on_node = {n: path for n, path in pid_files.items() if node in (None, path.parent.name)}
+    on_node = {r: path for r, path in pid_files.items() if node in (None, path.parent.name)}
     chosen_rank = rank if rank is not None else min(on_node, default=0)
     if chosen_rank not in on_node:
         nodes = sorted({path.parent.name for path in pid_files.values()})

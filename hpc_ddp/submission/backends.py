@@ -56,7 +56,7 @@ SRUN = """srun() {{
 
 @dataclass(frozen=True)
 class StartedRun:
-    """The result of a start: a queued job, or a process in the foreground; the other is None."""
+    """The result of a start: `job` is queued, or `process` runs in the foreground."""
 
     job: JobRef | None = None
     process: subprocess.Popen[bytes] | None = None
@@ -78,8 +78,8 @@ class Backend(Protocol):
         ...
 
     def write_further_files(self, prepared: PreparedRun) -> None:
-        """Write the files that the batch script needs besides itself; it is written by then. Most
-        back-ends write none. Raise OSError where a file can't be written."""
+        """Write the files that the batch script needs besides itself; most back-ends need none.
+        Called after the script is written. Raise OSError where a file can't be written."""
         ...
 
     def start(self, prepared: PreparedRun, output: Output = None) -> StartedRun:
@@ -100,7 +100,7 @@ class SlurmBackend:
     """Our own batch script, through sbatch."""
 
     def script(self, plan: Plan) -> str:
-        return plan.rendering.whole()
+        return plan.rendering.text()
 
     def write_further_files(self, prepared: PreparedRun) -> None:
         pass
@@ -111,11 +111,11 @@ class SlurmBackend:
 
         Where sbatch gives no answer, the queue is searched for a new job of the script. Raise
         NoAnswerError where the job may be queued all the same, HpcDdpError where Slurm refuses it
-        (see `slurm.sbatch`), and OSError where the journal, which names the run's earlier jobs,
-        can't be read.
+        (see `slurm.sbatch`), and OSError where the journal can't be read (of earlier jobs).
         """
         run = prepared.run
-        cluster = slurm.own_cluster()  # first: a Ctrl-C behind sbatch would lose the job's id
+        # Asked before: a Ctrl-C between sbatch's answer and the return would lose the job's id.
+        cluster = slurm.own_cluster()
         job = slurm.sbatch(run.script, os.environ, earlier=run.jobs(run.events()))
         return StartedRun(job if job.cluster else JobRef(job.id, cluster))
 
@@ -167,9 +167,9 @@ class LocalBackend(SlurmBackend):
         return StartedRun(process=self.launch(prepared, output))
 
     def launch(self, prepared: PreparedRun, output: Output) -> subprocess.Popen[bytes]:
-        """Start the run on this machine, and return its process, which leads a session of its own.
-        All that the run prints goes to `output`, the process's stdout. Raise UsageError as
-        `_local_env`, OSError where the process can't be started."""
+        """Start the run on this machine, and return its process, which leads a session of its own
+        and stops the run if this process ends. `output` is as in `Backend.start`. Raise UsageError
+        as `_local_env`, OSError where the process can't be started."""
         spec, run = prepared.spec, prepared.run
         env = {**clean_env(os.environ), **_local_env(spec)}
         env |= {"HPC_DDP_RUN": str(run.path), "HPC_DDP_CODE": str(prepared.code)}
@@ -195,27 +195,28 @@ class LocalBackend(SlurmBackend):
 
 
 def _local_env(spec: JobSpec) -> dict[str, str]:
-    """Return the variables that `job_env` and `node_env` have for the job, as a run on this machine
-    needs them. Variables in the user's values (``env``) are filled in, but not in those values that
-    each worker fills in by itself (`worker_env`).
+    """Return the variables of `job_env` and `node_env`, by name, as a run on this machine needs
+    them. Variables in the user's texts (``env``) are filled in, except in those texts that each
+    worker fills in by itself (`worker_env`).
 
     A variable of Slurm's in ``expand`` that is not set here counts as 0; SLURM_NNODES and
     SLURM_JOB_NUM_NODES count as the number of nodes. The workers get these numbers as
     ``HPC_DDP_DRY_NAME``, for each of Slurm's variables in ``expand``. Raise UsageError where a
-    value of ``env`` has another variable that is not set here, and for an unknown or broken fabric.
+    text of ``env`` has another variable that is not set here, and for an unknown or broken fabric.
     """
     env, nodes = {**job_env(spec), **node_env(spec)}, str(spec.node_range[1])
-    slurms = {name: "0" for name in spec.expand if name.startswith("SLURM_")}
-    slurms |= {name: nodes for name in slurms if name in ("SLURM_NNODES", "SLURM_JOB_NUM_NODES")}
-    values = {**slurms, **os.environ}
+    stand_ins = {name: "0" for name in spec.expand if name.startswith("SLURM_")}
+    for name in stand_ins.keys() & {"SLURM_NNODES", "SLURM_JOB_NUM_NODES"}:
+        stand_ins[name] = nodes
+    environ = {**stand_ins, **os.environ}
     try:
         for name in spec.env.keys() & env.keys() - {*worker_env(spec)}:
-            env[name] = fill(env[name], spec.expand, values)
+            env[name] = fill(env[name], spec.expand, environ)
     except KeyError as error:
         raise UsageError(
             f"--expand names {error.args[0]}, which is not set here", hint=f"export {error.args[0]}"
         ) from None
-    return env | {f"HPC_DDP_DRY_{name}": text for name, text in slurms.items()}
+    return env | {f"HPC_DDP_DRY_{name}": text for name, text in stand_ins.items()}
 
 
 class SubmititBackend(SlurmBackend):
@@ -224,27 +225,26 @@ class SubmititBackend(SlurmBackend):
     The lines of our batch script before and after srun go into submitit's set-up and tear-down.
     submitit's own time-out and requeue path never fires, since the supervisor handles the signals.
     submitit's task loads a pickle whose name has the job's id. The job itself makes a link of that
-    name, so that the same file serves each job of a chain, each task of an array, and a person's
-    `sbatch`.
+    name: so one pickle serves each job of a chain, each task of an array, and a user's `sbatch`.
     """
 
     def script(self, plan: Plan) -> str:
         """Return the text of submitit's submission file. Raise UsageError for a job that submitit
-        can't start (see `_executor`), and HpcDdpError without a Slurm client.
+        can't start (see `_make_executor`), and HpcDdpError without a Slurm client.
 
-        Its task is run by its path: with submitit's own ``python -m``, Python would look for
-        modules in the working directory first, in which colleagues may write.
+        The file runs submitit's task by a path: with ``python -m``, as submitit does it, Python
+        would look for modules in the working directory first, in which colleagues may write.
         """
         from submitit.core import _submit
 
-        executor, path = self._executor(plan), _submit.__file__
+        executor, path = self._make_executor(plan), _submit.__file__
         command = f"{executor.python} -u {shlex.quote(path)} {shlex.quote(str(executor.folder))}"
         text: str = executor._make_submission_file_text(command, "")
         return text + "\n"
 
     def write_further_files(self, prepared: PreparedRun) -> None:
-        """Write the pickle that submitit's task loads, with the supervisor and its command, so that
-        only this user can change it. Raise OSError where it can't be written."""
+        """Write the pickle that submitit's task loads: the supervisor and its command. Only this
+        user can change the file. Raise OSError where it can't be written."""
         from submitit.core.utils import DelayedSubmission
 
         from hpc_ddp.node.supervisor import submitit_main
@@ -255,12 +255,12 @@ class SubmititBackend(SlurmBackend):
         DelayedSubmission(submitit_main, kind, command).dump(folder / PICKLE)
         close_to_others(folder / PICKLE)
 
-    def _executor(self, plan: Plan) -> Any:
-        """Return submitit's executor, with our set-up and tear-down lines.
+    def _make_executor(self, plan: Plan) -> Any:
+        """Return an executor of submitit, with our set-up and tear-down lines.
 
         Raise UsageError for a container, for a block of the user's template that submitit does not
-        use, and for a run's path of which submitit would replace a part; HpcDdpError without a
-        Slurm client.
+        use, for a template that can't be used, and for a run's path of which submitit would replace
+        a part; HpcDdpError without a Slurm client.
         """
         import submitit
 
@@ -285,8 +285,8 @@ class SubmititBackend(SlurmBackend):
         folder = shlex.quote(str(run.submitit))
         executor.update_parameters(
             job_name=str(pairs.pop("job-name")),
-            wckey=None,  # and no time limit: submitit has 5 minutes
-            time=None,
+            wckey=None,
+            time=None,  # submitit's default is 5 minutes; the job's own limit is in `pairs`
             stderr_to_stdout=True,
             setup=[
                 *(plan.rendering.block(name) for name in SET_UP),
@@ -317,8 +317,8 @@ BACKENDS: dict[str, Backend] = {
 }
 
 
-def render(prepared: PreparedRun) -> str:
-    """Write the run's script and its back-end's further files; return the script's text.
+def write_script(prepared: PreparedRun) -> str:
+    """Render the run's script and write it, with its back-end's further files; return its text.
 
     Raises
     ------
@@ -359,10 +359,10 @@ def start(prepared: PreparedRun, output: Output = None) -> StartedRun:
 
 
 def _start(prepared: PreparedRun, output: Output) -> StartedRun:
-    """Do what `start` does, with its errors, but do not release the claim."""
+    """Do what `start` does, with its errors, except for the claim, which stays."""
     spec, run, journal = prepared.spec, prepared.run, prepared.run.journal("submit")
     try:
-        render(prepared)
+        write_script(prepared)
         indexes = set(array_indexes(spec.array)) if spec.array else set()
         tasks = [task for task in run.tasks() if task.index in indexes]
         for part in (run, *tasks):
@@ -373,13 +373,13 @@ def _start(prepared: PreparedRun, output: Output) -> StartedRun:
         raise
     try:
         started = BACKENDS[spec.backend].start(prepared, output)
-    except slurm.NoAnswerError:  # it may be queued all the same, and then needs its folder
+    except slurm.NoAnswerError:  # the job may be queued all the same, and then needs its folder
         journal.write(submitted)
         raise
     except (HpcDdpError, OSError):
         prepared.discard()
         raise
-    except KeyboardInterrupt:  # the same; a lost connection has no time for a note
+    except KeyboardInterrupt:  # here, too, the job may be queued
         if spec.backend != "local":
             say(
                 "note: this start was broken off, and a job may be queued all the same: squeue"
@@ -387,13 +387,13 @@ def _start(prepared: PreparedRun, output: Output) -> StartedRun:
             )
         raise
     remove_note(run)
-    # Only now: a refused one changes nothing about how the run has ended.
+    # Journaled only now: a refused start must not change how the run has ended.
     journal.write(submitted)
     if started.job:
         journal.write(Queued(started.job.id, started.job.cluster or None))
         link_job(started.job, run)
     for task in tasks:
-        with suppress(OSError):  # of its journal: the job is queued all the same
+        with suppress(OSError):  # the task's journal can't be read: the job is queued all the same
             if not task.finished():
                 task.journal("submit").write(Submitted(task.next_attempt()))
     return started

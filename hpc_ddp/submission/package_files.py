@@ -9,8 +9,9 @@ PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def folder(name: str) -> Path:
-    """Return a top-level folder such as ``templates``: packaged in a wheel, else the checkout's,
-    which may be missing."""
+    """Return the path of a folder with files that are not Python, as ``templates``: inside the
+    installed package (as from a wheel) if it is there, else in the checkout. That one may be
+    missing."""
     packaged = PACKAGE / name
     return packaged if packaged.is_dir() else PACKAGE.parent / name
 

@@ -91,18 +91,22 @@ class Plan:
 
     @cached_property
     def rendering(self) -> Rendering:
-        """The job's script; raises UsageError for a job that has none (see `Rendering`)."""
+        """The job's script, made at the first access; raises UsageError as `Rendering`."""
         return Rendering(self.spec, self.run, self.code, self.script)
 
     def warnings(self) -> list[str]:
-        """Return a sentence on each probable mistake in the job, and on what a user's template
-        leaves out; raise UsageError for a template that can't be used."""
-        return [*self.rendering.left_out(), *find_mistakes(self.spec)]
+        """Return sentences: on words of ``without`` that have no effect, on what a user's template
+        leaves out, and on each probable mistake in the job. Raise UsageError for a job without a
+        script (`rendering`), and for a template that can't be used."""
+        return [*self.rendering.warnings(), *find_mistakes(self.spec)]
 
     def write(self) -> PreparedRun:
         """Write the run's folder, with all that the job needs, and return the run, ready to start.
-        An existing run is claimed first: no other process can start it before `backends.start` has
-        ended, or this process. With `is_forced` its jobs that can't be asked for are journaled as
+        Notes on what the copy of the code leaves out, and its progress, go to stderr; a rerun is
+        journaled.
+
+        An existing run is claimed first: no other process can start it until `backends.start`, or
+        this process, has ended. With `is_forced` its jobs that can't be asked for are journaled as
         over.
 
         Raises
@@ -110,15 +114,16 @@ class Plan:
         UsageError
             the folder can't be written, was just made by another submit, could be replaced by other
             users, or is on a disk that keeps no permissions; another process starts the run just
-            now; a job works on it, or may; the code is too large; git can't list it; or the newest
-            checkpoint is of another version of hpc-ddp. A new run leaves nothing behind then
+            now; a job works on it, or may; the code is too large; git can't list it; a fabric's
+            profile is broken; `source` has no snapshot of the script; or the newest checkpoint is
+            of another version of hpc-ddp. The start is undone then (`PreparedRun.discard`)
         """
-        prepared = PreparedRun(**{item.name: getattr(self, item.name) for item in fields(self)})
+        prepared = PreparedRun(**{part.name: getattr(self, part.name) for part in fields(self)})
         if not self.is_new:
             try:
                 self._claim()
             except OSError as error:
-                raise self._unwritable(error) from None
+                raise self._unwritable_error(error) from None
         try:
             self._write_files()
         except OSError as error:
@@ -129,7 +134,7 @@ class Plan:
                     hint="the same command again",
                 ) from None
             prepared.discard()
-            raise self._unwritable(error) from None
+            raise self._unwritable_error(error) from None
         except (UsageError, KeyboardInterrupt):
             prepared.discard()
             raise
@@ -137,10 +142,10 @@ class Plan:
             self.run.journal("submit").write(Rerun(str(self.rerun_of.path)))
         return prepared
 
-    def _unwritable(self, error: OSError) -> UsageError:
+    def _unwritable_error(self, error: OSError) -> UsageError:
         """Return the error for a disk that refuses the run's folder."""
         reason = error.strerror or error
-        if isinstance(error, shutil.Error):  # of all files of a folder: path, copy and reason
+        if isinstance(error, shutil.Error):  # copytree's: a list of (path, copy, reason)
             *_, reason = error.args[0][0]
         return UsageError(
             f"the run folder {self.run.path} can't be written: {reason}",
@@ -148,9 +153,10 @@ class Plan:
         )
 
     def _claim(self) -> None:
-        """Claim an older run, look that no job works on it, and write the note by which this start
-        can be undone. Raise UsageError where another process starts the run, a job works on it or
-        may, or its newest checkpoint is of another version; and OSError where the disk refuses."""
+        """Claim an existing run for this start, check that no job works on it, and write the note
+        by which the start can be undone. Raise UsageError where another process starts the run,
+        where a job works on it, or may, and where its newest checkpoint is of another version;
+        OSError where the disk refuses. The claim stays then."""
         claim_start(self.run)  # `backends.start` releases it
         check_idle(self.run, self.is_forced)
         if not self.is_fresh:
@@ -159,36 +165,43 @@ class Plan:
 
     def _write_files(self) -> None:
         """Write the run's folder: the library, the code, the job and its limits. Raise UsageError
-        where other users could replace it, the disk keeps no permissions, the code is too large or
-        git can't list it; and OSError where the disk refuses. Files that are written by then stay.
-        """
+        and OSError for the reasons that `write` lists; files that are written by then stay."""
         check_folder(self.run)  # before anything is made, and again: a link may have come since
         run = self.run.make(self.is_new)  # and the folders above
         check_kept_modes(run)
         check_folder(run)
         carry_library(run)
-        if self.source or self.copies_code:
-            make_folders(run.code)
-        if self.source:
-            newest, inside = snapshot.newest(self.source, self.spec.program, self.spec.module)
-            with drafted_folder(self.code) as draft:
-                copy = shutil.copy  # with times of now, as `carry_library`
-                shutil.copytree(newest, draft, True, copy_function=copy, dirs_exist_ok=True)
-            snapshot.note_script(self.code, self.spec.program, inside)
-        elif self.copies_code:
-            snapshot.take(self.spec.program, run, self.exclude)
-        if self.code.is_relative_to(run.path):
-            close_code(self.code)
+        self._write_code(run)
         spec = self.spec
-        if not (self.is_new or run.is_task or spec.backend == "local"):  # which plays the job's
+        # The local back-end plays all tasks of job.json: its array is the part that is started.
+        if not (self.is_new or run.is_task or spec.backend == "local"):
             spec = _with_all_tasks(spec, run)
         write_whole(run.job_json, spec.to_json(), mode=0o644)
         write_json(run.limits_json, {**self.limits})
 
+    def _write_code(self, run: RunFolder) -> None:
+        """Copy the snapshot of `source`, or else take a new one if the plan says so, and close the
+        run's code to other users. Raise as `snapshot.find_newest`, or `snapshot.take_snapshot`."""
+        if self.source or self.copies_code:
+            make_folders(run.code)
+        if self.source:
+            newest, inside = snapshot.find_newest(self.source, self.spec.program, self.spec.module)
+            with drafted_folder(self.code) as draft:
+                copy = shutil.copy  # with times of now, as `carry_library`
+                shutil.copytree(
+                    newest, draft, symlinks=True, copy_function=copy, dirs_exist_ok=True
+                )
+            snapshot.note_script(self.code, self.spec.program, inside)
+        elif self.copies_code:
+            snapshot.take_snapshot(self.spec.program, run, self.exclude)
+        if self.code.is_relative_to(run.path):  # no live code
+            close_code(self.code)
+
 
 def _with_all_tasks(spec: JobSpec, run: RunFolder) -> JobSpec:
-    """Return the job for ``job.json``: an array of which only a part is started has also the
-    indexes of the ``job.json`` that is there, which alone name the tasks that have never begun."""
+    """Return the job for ``job.json`` of an existing run. Where only a part of an array is started,
+    the job's array has also the indexes of the earlier ``job.json``: tasks that have never begun
+    are named nowhere else. The limit of tasks at once is the earlier one then."""
     if not (spec.array and run.job_json.exists()):
         return spec
     earlier = JobSpec.from_json(run.job_json.read_bytes()).array
@@ -208,9 +221,9 @@ class PreparedRun(Plan):
     def discard(self) -> None:
         """Undo `write`, for a run that could not be started. Nothing is raised.
 
-        The folder of a new run is removed, and that of its name if no other run is there. Files
-        that can't be removed stay, and so does a folder behind another user's link. An older run
-        gets its former files back, if `write` has changed any (see `undo_start`).
+        The folder of a new run is removed, and then the folder above, ``NAME``, if it is empty.
+        Files that can't be removed stay, and so does a folder behind another user's link. An older
+        run gets its former files back, if `write` has changed any (see `undo_start`).
         """
         if not self.is_new:
             undo_start(self.run)
@@ -222,7 +235,8 @@ class PreparedRun(Plan):
 
 
 def plan_new(settings: Settings, cwd: Path, root: Path) -> Plan:
-    """Return the plan of a new run below `root`; `cwd` as `job_spec` has it.
+    """Return the plan of a new run below `root`, the folder of all runs. Relative paths of the
+    settings are seen from `cwd`.
 
     Raises
     ------
@@ -236,8 +250,8 @@ def plan_new(settings: Settings, cwd: Path, root: Path) -> Plan:
 
 
 def new_run_id() -> str:
-    """Return an id for a run that begins now, ``<time>-<hex>``. The time is UTC: ids from several
-    zones, and of the hour that comes twice, sort by it."""
+    """Return an id for a run that begins now, ``<time>-<hex>``. The time is UTC: so ids sort by
+    time, also those of several time zones and of the hour that comes twice in autumn."""
     return f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{os.urandom(2).hex()}"
 
 
@@ -261,19 +275,26 @@ def make_plan(
 ) -> Plan:
     """Return the plan of a job; nothing is written.
 
-    `run` is the job's folder, which does not exist yet if `is_new`. The code is a new snapshot, a
-    copy of the newest one of the run `source` if that is given, or with `keeps_code` the newest one
-    of `run`. It is the live code where `run` has none to keep, where the settings want no snapshot,
-    and for a command or an installed module. The job itself is `spec`: `settings` only tell about
-    the snapshot, the limits, and where container-options come from.
+    Parameters
+    ----------
+    spec, run
+        the job, and the folder of its run, which does not exist yet if `is_new`
+    settings
+        only of these: ``snapshot``, ``snapshot-exclude``, the operators' limits, and which layer
+        has set ``container-options``
+    source, keeps_code
+        which code the job runs: a copy of the newest snapshot of the run `source`; with
+        `keeps_code` the newest snapshot of `run`; else a new snapshot. It is the live code where
+        `run` has no snapshot to keep, where the settings want none, and for a command or an
+        installed module
 
     Raises
     ------
     UsageError
         a variable is not set here, this shell's locale reads a text wrong, the workers' Python is
         too old, the file of `notify` is refused, container-options have no image, the job exceeds
-        the operators' limits, the script is not in the snapshot that is to be used; or as
-        `Rendering`
+        the operators' limits, the script is not in the snapshot that is to be used, or the user's
+        template can't be used; or as `Rendering`
     """
     _check_environment(spec)
     _check_encoding(spec, run)
@@ -291,29 +312,31 @@ def make_plan(
         limits = {} if spec.backend == "local" else settings.limits.bounds
     script = spec.program
     code = script.parent
-    # An installed module is no code of the user's, and a command finds its files where they are.
+    # No copy is made of an installed module, which is not the user's code, nor for a command, which
+    # finds its files where they are.
     has_code = bool(spec.module_file) if spec.module else not spec.no_python
     copies_code = bool(settings.get("snapshot", True)) and not keeps_code and has_code
     if keeps_code and run.newest_code:
-        code, inside = snapshot.newest(run, script, spec.module)
+        code, inside = snapshot.find_newest(run, script, spec.module)
         script = code / inside
     elif source and has_code:
         code = run.code / "0"
-        script = code / snapshot.newest(source, script, spec.module)[1]
+        script = code / snapshot.find_newest(source, script, spec.module)[1]
     elif copies_code:
-        code, script = snapshot.place(script, run)
+        code, script = snapshot.next_place(script, run)
     secret = (glob.escape(os.path.realpath(spec.notify)),) if spec.notify else ()
     exclude = (*settings.get("snapshot-exclude", ()), *secret)
     source = source if has_code else None
     plan = Plan(spec, run, code, script, is_new, copies_code, exclude, limits, source)
-    plan.rendering.whole()  # a broken template ends it before anything is written
+    plan.rendering.text()  # so that a broken template is refused before anything is written
     return plan
 
 
 def _check_python(spec: JobSpec) -> None:
-    """Raise UsageError for a Python that is too old for hpc-ddp's part of the workers, by the name
-    of its file: nothing is run. One in a container, or that set-up lines bring, is not known, and
-    passes."""
+    """Raise UsageError for a Python that is too old for hpc-ddp's part of the workers. Its version
+    is that of its file's name, ``pythonX.Y``: nothing is run. A Python with another name, in a
+    container, or found only by set-up lines passes."""
+    # A bare name, where there are set-up lines, is not searched here: they may bring another PATH.
     path = spec.python if "/" in spec.python or spec.setup else shutil.which(spec.python)
     version = re.search(r"/python(\d)\.(\d+)$", os.path.realpath(path or ""))
     if not version or spec.container or spec.image:
@@ -330,7 +353,7 @@ def _check_formats(run: RunFolder) -> None:
     """Raise UsageError where the newest checkpoint of a run, or of a task of it, has a format that
     this version of hpc-ddp can't read. A checkpoint whose manifest can't be read passes."""
     for folder in (run, *run.tasks()):
-        for path in checkpoints.published(folder.checkpoints)[:1]:
+        for path in checkpoints.published(folder.checkpoints)[:1]:  # the newest comes first
             with suppress(OSError, ValueError):
                 version = checkpoints.read_manifest(path).get("format")
                 if isinstance(version, int) and version != checkpoints.FORMAT:
@@ -349,11 +372,12 @@ def _check_environment(spec: JobSpec) -> None:
 
 
 def _check_encoding(spec: JobSpec, run: RunFolder) -> None:
-    """Raise UsageError for a text of the job that is not ASCII, where this shell's locale is no
-    UTF-8: the script, which is UTF-8, would have other bytes than were typed."""
+    """Raise UsageError for a text of the job, or a run's path, that is not ASCII, where this
+    shell's locale is not UTF-8: the script, which is UTF-8, would have other bytes than the user
+    has typed."""
     encoding = codecs.lookup(sys.getfilesystemencoding()).name
     settings = json.dumps([str(run.path), asdict(spec)], ensure_ascii=False)
-    match = re.search(r'[^"\s]*[^\x00-\x7f][^"\s]*', settings)
+    match = re.search(r'[^"\s]*[^\x00-\x7f][^"\s]*', settings)  # the word, for the message
     if match and encoding != "utf-8":
         raise UsageError(
             f"{match[0]!r} is not ASCII, and this shell's locale reads it as {encoding}",

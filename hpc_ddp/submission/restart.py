@@ -21,7 +21,7 @@ from hpc_ddp.core.job.sweep import parameters_in, trial_args
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.submission.plan import Plan, PreparedRun, make_plan, new_folder
 from hpc_ddp.submission.run_files.earlier import undo_broken_start
-from hpc_ddp.submission.settings.config import EXCLUSIVE, JOINED, Settings, over
+from hpc_ddp.submission.settings.config import EXCLUSIVE, JOINED, Settings, put_over
 from hpc_ddp.submission.settings.defaults import (
     NO_FILE,
     absolute,
@@ -39,8 +39,9 @@ def plan_rerun(
     root: Path,
     same_code: bool,
 ) -> Plan:
-    """Return the plan of a new run below `root` that repeats the job of `run`; nothing of the new
-    run is written. A broken-off start of `run` is undone first (`undo_broken_start`).
+    """Return the plan of a new run below `root` that repeats the job of `run`; the new run is not
+    written. A broken-off start of `run` is undone first (`undo_broken_start`). Notes on stderr name
+    settings of another version (`_read_spec`), and doubtful arguments (`with_values`).
 
     Parameters
     ----------
@@ -52,12 +53,12 @@ def plan_rerun(
     options
         other new settings, by key; without ``dependency`` the new job waits for no other
     settings
-        `options` merged with the settings of files: a site's lines that come before the job's, and
-        the limits, are read from it
+        `options` merged with the settings of files. Only these are read from it: the operators'
+        limits, what `make_plan` reads, and lists that begin with the site's (`JOINED`)
     cwd
         the folder that paths in `options` are relative to
     same_code
-        use the run's last snapshot, not the code as it is now
+        use a copy of the run's newest snapshot, not the code as it is now
 
     Raises
     ------
@@ -72,13 +73,13 @@ def plan_rerun(
     old = _read_spec(run)
     _check_repeatable(run, old, changes)
     changed = {"args": with_values(old.args, changes), **_fields_of(old, options, settings, cwd)}
-    changed.setdefault("dependency", None)  # what it waited for then is over
+    changed.setdefault("dependency", None)  # the job that the old one waited for is over
     if run.is_task and JobSpec.from_json((run.whole / "job.json").read_bytes()).sweep:
-        changed.setdefault("array", None)  # its trial stands in its arguments
+        changed.setdefault("array", None)  # a job of its own: its arguments have the trial's values
     elif old.array and not run.is_task:
         indexes = old.indexes(task.index for task in run.tasks())
-        every = f"0-{indexes[-1]}" if old.sweep else ",".join(map(str, indexes))
-        changed.setdefault("array", every + array_bound(old.array))
+        all_indexes = f"0-{indexes[-1]}" if old.sweep else ",".join(map(str, indexes))
+        changed.setdefault("array", all_indexes + array_bound(old.array))
     spec = _with_fields(old, changed)
     if not same_code:
         _check_script(spec, hint="hpc-ddp rerun --same-code takes the run's own copy")
@@ -89,7 +90,7 @@ def plan_rerun(
 
 def _check_repeatable(run: RunFolder, old: JobSpec, changes: Mapping[str, str]) -> None:
     """Raise UsageError where `changes` has a parameter of the run's sweep, and for a run that was
-    started by hand; `old` is its job."""
+    started by hand; `old` is the run's job."""
     for name in changes:
         if name in old.sweep:
             raise UsageError(
@@ -105,12 +106,13 @@ def _check_repeatable(run: RunFolder, old: JobSpec, changes: Mapping[str, str]) 
 
 def with_values(args: Sequence[str], changes: Mapping[str, str]) -> list[str]:
     """Return a script's arguments with new values: each of `changes` (value by name, without
-    dashes) takes the place of ``--name value``, ``--name=value`` or Hydra's ``name=value``. Where
-    the arguments do not have that name, it is added at the end, in their form (`trial_args`), and a
-    line on stderr says so, as of a word behind a value, which may be a second one.
+    dashes) takes the place of ``--name value``, ``--name=value`` or Hydra's ``name=value``. A name
+    that the arguments do not have is added at the end, in their form (`trial_args`).
 
-    The word behind ``--name`` counts as its value unless it begins with ``--``. A name that comes
-    several times comes once in the result, at its first place.
+    The word behind ``--name`` counts as its value unless it begins with ``--``. A further word
+    behind that value, which may be a second value, stays. A name that comes several times comes
+    once in the result, at its first place. Notes on stderr name each word that stays so, and each
+    name that is added.
 
     Examples
     --------
@@ -119,8 +121,8 @@ def with_values(args: Sequence[str], changes: Mapping[str, str]) -> list[str]:
     >>> with_values(["model=vit", "+optimizer.lr=0.1"], {"optimizer.lr": "0.2"})
     ['model=vit', '+optimizer.lr=0.2']
     """
-    words = list(zip(args, parameters_in(args), strict=True))
-    pending = {name.lstrip("+"): name for name in changes}
+    words = list(zip(args, parameters_in(args), strict=True))  # (word, name of its parameter or "")
+    pending = {name.lstrip("+"): name for name in changes}  # "+name" is Hydra's for a new key
     names = set(pending)
     changed: list[str] = []
     while words:
@@ -133,9 +135,9 @@ def with_values(args: Sequence[str], changes: Mapping[str, str]) -> list[str]:
             words.pop(0)  # its value
             if words and not words[0][0].startswith("-") and not words[0][1]:
                 say(f"note: {words[0][0]!r}, behind the old value of {word}, stays as it is")
-        if spelled := pending.pop(name, ""):  # said twice, the last one counts: there is one now
-            start = spelled if spelled.startswith("+") else start
-            changed.append(f"{start}={changes[spelled]}")
+        if spelling := pending.pop(name, ""):  # '' where the name has come before
+            start = spelling if spelling.startswith("+") else start
+            changed.append(f"{start}={changes[spelling]}")
     for name in pending.values():
         say(f"note: {name} is not among the arguments of the run, and is added to them")
     return [*changed, *trial_args({name: changes[name] for name in pending.values()}, args)]
@@ -151,13 +153,15 @@ def plan_continuation(
     """Return the plan of a run that continues: its job with `options` over it, on the back-end that
     `settings` name, and with its own code.
 
-    `options` are by key; `settings` are the same, merged with those of files; `cwd` is the folder
-    that paths in `options` are relative to. With `new_code`, and for a script or ``snapshot`` in
-    `options`, the code is copied anew, unless the settings want no snapshot. An array goes on with
-    its unfinished tasks, or with those that `options` name; a task of an array goes on alone.
+    `options` are by key; `settings` are `options` merged with the settings of files; `cwd` is the
+    folder that paths in `options` are relative to. With `new_code`, and for a script or
+    ``snapshot`` in `options`, the code is copied anew, unless the settings want no snapshot. An
+    array goes on with its unfinished tasks, or with those that `options` name; a task of an array
+    goes on alone. A ``dependency`` of an earlier start is dropped, except ``singleton``.
 
     A broken-off start of the run is undone first (`undo_broken_start`); else nothing is written.
-    `Plan.write` looks whether a job works on the run.
+    A warning on stderr names settings of another version. `Plan.write`, not this function, checks
+    that no job works on the run.
 
     Raises
     ------
@@ -178,15 +182,16 @@ def plan_continuation(
         raise UsageError(f"run {run.path} is finished", hint="start a new one without --run")
     spec = _read_spec(run)
     changed = _fields_of(spec, options, settings, cwd)
-    # The back-end is not the run's: what was tried here may go on there, and the other way round.
+    # The run's earlier back-end does not count: a local run may continue in Slurm, and vice versa.
     changed.setdefault("backend", settings.get("backend", "slurm"))
-    if run.attempts() or run.tasks():  # what it waited for is over, and may be forgotten
+    # Once the run has begun, the jobs that it waited for are over; Slurm may have forgotten them.
+    if run.attempts() or run.tasks():
         is_single = "singleton" in re.split("[,?]", spec.dependency or "")
         changed.setdefault("dependency", "singleton" if is_single else None)
     if run.is_task:  # it alone goes on, and keeps its index
         changed["array"] = str(run.index)
     elif spec.array:
-        changed.setdefault("array", _unfinished(run, spec))
+        changed.setdefault("array", _unfinished_tasks(run, spec))
     elif changed.get("array"):
         raise UsageError(
             f"array is {changed['array']!r} for run {run.path}, which is no array; accepted: tasks"
@@ -219,16 +224,17 @@ def _read_spec(run: RunFolder) -> JobSpec:
 def _fields_of(
     spec: JobSpec, options: Mapping[str, Any], settings: Settings, cwd: Path
 ) -> dict[str, Any]:
-    """Return the user's `options` (by key) as new values of an existing job's fields, by field.
+    """Return the user's `options` (by key) as new values of the fields of `spec`, an existing job,
+    by field; ``env`` and ``env_names`` are always among them.
 
-    The paths of ``script``, ``chdir``, ``template`` and ``notify`` become absolute, by `cwd`;
-    variables go over those of `spec`. If `options` have a script, flags of `NO_FILE` that they lack
-    are False, and a script that is another one than the job's has no arguments but theirs. A key of
-    `JOINED` has its value from `settings`, which begins with the site's. Raise UsageError for a
-    working directory that does not exist.
+    The paths of ``script``, ``chdir``, ``template`` and ``notify`` become absolute, by `cwd`. The
+    user's variables are added to those of `spec`, or replace them. A script in `options` resets the
+    flags of `NO_FILE` that `options` lack to False; a script other than the job's gets only the
+    arguments in `options`. A list of `JOINED` that `options` have is that of `settings`. Raise
+    UsageError for a working directory that does not exist.
     """
     changed = {key.replace("-", "_"): value for key, value in options.items()}
-    # A site's own stand before those that were said: modules, the flags of its srun.
+    # In `settings` the site's part of a list (modules, flags of srun) stands before the user's.
     changed |= {key: settings.get(key) for key in JOINED if key in changed}
     if "script" in changed:
         kinds = {key.replace("-", "_"): bool(options.get(key)) for key in NO_FILE}
@@ -243,13 +249,14 @@ def _fields_of(
         changed["template"] = str(cwd / changed["template"])
     if changed.get("notify"):
         changed["notify"] = str(absolute(cwd / os.path.expanduser(changed["notify"])))
-    merged = over({"env": spec.env, "env-names": spec.env_names}, options)
+    merged = put_over({"env": spec.env, "env-names": spec.env_names}, options)
     return changed | {"env": merged["env"], "env_names": merged["env-names"]}
 
 
 def _with_fields(spec: JobSpec, changed: Mapping[str, Any]) -> JobSpec:
-    """Return a job with the `changed` fields; names that are no field are passed over, and a field
-    that excludes one of them (`EXCLUSIVE`) is None. Raise UsageError for a refused value."""
+    """Return a job with the `changed` values, by field; other names are passed over. The rival
+    (`EXCLUSIVE`) of a changed field becomes None, unless `changed` has it, too. Raise UsageError
+    for a refused value."""
     new = {name: value for name, value in changed.items() if name in FIELDS}
     for pair in EXCLUSIVE:
         for key, rival in (pair, pair[::-1]):
@@ -259,15 +266,15 @@ def _with_fields(spec: JobSpec, changed: Mapping[str, Any]) -> JobSpec:
 
 
 def _check_script(spec: JobSpec, hint: str) -> None:
-    """Raise UsageError, with this hint, where the job's script is gone."""
+    """Raise UsageError, with this hint, where the job's script, a file, is gone."""
     if not (spec.module or spec.no_python or spec.program.is_file()):
         raise UsageError(f"script {spec.script!r} does not exist any more", hint=hint)
 
 
-def _unfinished(run: RunFolder, spec: JobSpec) -> str:
-    """Return the indexes of the array's tasks that are not finished, followed by the array's limit
-    of tasks at once, as ``0,3%2``. Raise UsageError where all are finished, and OSError where a
-    journal can't be read."""
+def _unfinished_tasks(run: RunFolder, spec: JobSpec) -> str:
+    """Return the option ``array`` for the unfinished tasks of an array: their indexes, and the
+    array's limit of tasks at once, as ``0,3%2``. Raise UsageError where all are finished, and
+    OSError where a journal can't be read."""
     indexes = spec.indexes(task.index for task in run.tasks())
     unfinished = [str(index) for index in indexes if not run.task(index).finished()]
     if not unfinished:
@@ -278,15 +285,16 @@ def _unfinished(run: RunFolder, spec: JobSpec) -> str:
 
 
 def set_aside(prepared: PreparedRun) -> list[Path]:
-    """Move the checkpoints of a continued run aside, or those of the tasks of an array that go on,
-    so that these begin at step 0. The journals note it.
+    """Move the checkpoints of a continued run aside, so that it begins at step 0; of an array those
+    of the tasks that go on. The journals note it.
 
-    Returns the folders where the checkpoints are now, [] where there were none; nothing is deleted.
+    Return the folders where the checkpoints are now, one for each run that had some; nothing is
+    deleted.
 
     Raises
     ------
     UsageError
-        the disk refuses it; what was moved by then stays aside
+        the disk refuses it; checkpoints that were moved before stay aside
     """
     run, array = prepared.run, prepared.spec.array
     runs = [task for task in run.tasks() if array and task.index in array_indexes(array)] or [run]

@@ -26,7 +26,7 @@ RUNS_A_COMMAND = (
     "{% endblock %}"
 )
 
-CACHES = (file_owners._is_shared, operators.warn, template._environment)
+CACHES = (file_owners._is_shared, operators.warn_once, template._make_environment)
 Cli = Callable[..., Result]
 
 

@@ -43,16 +43,16 @@ from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.report.explain.causes import REPEATING_KINDS, explain_attempt, explain_end
 from hpc_ddp.report.explain.explanation import Explanation, fill_hint, quoted_path, shorten
 from hpc_ddp.report.explain.facts import RunFacts, gather
-from hpc_ddp.report.explain.patterns import explain_pending, recognise
+from hpc_ddp.report.explain.patterns import explain_pending, recognise_failure
 from hpc_ddp.report.status.state import RunState
 
-SLOW_IMPORTS_S = 15.0  # on a disk that has what is imported in its cache it is some three
+SLOW_IMPORTS_S = 15.0  # imports from a warm cache take some three
 QUIET_S = 600.0  # a running job without an event for so long may hang
-MOST_TRIALS = 8  # that are named, of a sweep
+MOST_TRIALS = 8  # of a sweep, with their names
 _USUAL_REASONS = ("Priority", "Resources")  # the job only has to wait its turn
-# Hints that start nothing. Others may have a command of the run's, or of its logs: they are given
-# for a run alone of which the user may start something.
-_SHOWS = re.compile(
+# Hints that start nothing of the run. Other hints may have a command from the run's folder or logs:
+# they are given only where the user may start something of the run.
+_HARMLESS_HINT = re.compile(
     r"(wait|hpc-ddp (logs|explain)|python -[PI] -m hpc_ddp\.training\.export)\b[^;|&`$]*"
 )
 _LIVE_KINDS = ("waiting", "running", "suspended", "ending")
@@ -60,15 +60,15 @@ _LIVE_KINDS = ("waiting", "running", "suspended", "ending")
 
 def explain_run(run: RunFolder) -> Explanation:
     """Read all facts of a run, query Slurm, and return the explanation. Facts that can't be read,
-    and a Slurm without an answer, count as missing."""
+    or that Slurm does not answer, count as missing; nothing is raised."""
     return explain(gather(run))
 
 
 def explain(facts: RunFacts) -> Explanation:
-    """Return what became of a run, in sentences that begin with its name.
+    """Return the explanation of a run by its facts, as sentences that begin with the run's name.
 
-    The first of these that applies decides: an array, unreadable, finished, over for good, live,
-    rendered only, ended. Where the user may start nothing of the run, a hint that would start
+    The first of these cases that applies decides: an array, unreadable, finished, over for good,
+    live, rendered only, ended. Where the user may start nothing of the run, a hint that would start
     something is replaced, or left out while the run is live.
     """
     explanation = _explain_state(facts)
@@ -83,25 +83,26 @@ def explain(facts: RunFacts) -> Explanation:
         lost_steps=lost_steps,
         lost_s=lost_s,
     )
-    text = [f"{_run_title(facts.path)} {explanation.text}", _earlier_ends(facts)]
-    text += [_loss_sentence(facts, explanation), _slow_imports(facts)]
+    text = [f"{_run_title(facts.path)} {explanation.text}", _earlier_sentence(facts)]
+    text += [_loss_sentence(facts, explanation), _imports_sentence(facts)]
     text += [f"It is a rerun of {event.of}." for event in facts.select(Rerun)[:1]]
     hint = explanation.hint
-    if hint and not (facts.is_executable or _SHOWS.fullmatch(hint)):
+    if hint and not (facts.is_executable or _HARMLESS_HINT.fullmatch(hint)):
         is_live = explanation.kind in _LIVE_KINDS
         hint = "" if is_live else "to run its script, submit that as a run of your own"
     return replace(explanation, text=" ".join(filter(None, text)), hint=hint)
 
 
 def _explain_state(facts: RunFacts) -> Explanation:
-    """Explain what a run is doing, or how it ended; the first case that applies decides."""
+    """Explain a run's state or end; the first case that applies decides. The text lacks its
+    subject, and begins with its verb; so do the texts of the functions that are called here."""
     if facts.tasks:
         return _explain_array(facts)
     if facts.problem:
         return Explanation("unreadable", f"can't be read: {facts.problem}.")
     if is_finished(facts.events):
         return _explain_finished(facts)
-    if _is_over(facts):
+    if _is_over_for_good(facts):
         return explain_end(facts)
     if facts.live or facts.job_state:
         return _explain_live(facts)
@@ -112,9 +113,9 @@ def _explain_state(facts: RunFacts) -> Explanation:
     return explain_end(facts)
 
 
-def _is_over(facts: RunFacts) -> bool:
-    """Return whether nothing more happens by itself, even if Slurm still shows the job: the newest
-    attempt's verdict lets nothing follow, or the run was cancelled.
+def _is_over_for_good(facts: RunFacts) -> bool:
+    """Return whether no attempt follows by itself, even if Slurm still shows the job: by the newest
+    attempt's verdict, or since the run was cancelled.
 
     False after a superseded attempt. Without a verdict the result is True only for a cancelled run
     that no process of this machine plays.
@@ -122,20 +123,20 @@ def _is_over(facts: RunFacts) -> bool:
     verdict = facts.verdict
     if verdict is None:
         return facts.cancelled and not facts.live
-    if verdict.cause == Cause.SUPERSEDED:  # a later start may live: the journal does not know
+    if verdict.cause == Cause.SUPERSEDED:  # a later start may be live that has no event yet
         return False
-    # These two back-ends requeue nothing: another attempt begins at once, or by the user.
+    # Without Slurm's queue the next attempt begins at once, or when the user starts it.
     no_requeue = facts.spec.get("backend") in ("local", "salloc") and not facts.live
     return facts.cancelled or no_requeue or verdict.action != Action.REQUEUE
 
 
 def _add_last_attempt(facts: RunFacts, explanation: Explanation) -> Explanation:
-    """Return the explanation of a run that waits for its next attempt, or whose attempt is just
-    ending, with the end of the newest attempt behind it.
+    """Return `explanation`, that of a run which waits for its next attempt or whose attempt is just
+    ending, with the end of the newest attempt added to its text.
 
-    Its hint stays, with two exceptions. Where the failure will come again (`REPEATING_KINDS`), the
-    hint is that of the end. After a preemption, if Slurm's reason is one of `_USUAL_REASONS`, the
-    hint is to wait.
+    The hint stays, with two exceptions. Where the failure will come again (`REPEATING_KINDS`), it
+    is the end's hint. After a preemption, if Slurm's reason is one of `_USUAL_REASONS`, the hint is
+    to wait.
     """
     last_end = explain_attempt(facts)
     text, hint = f"{explanation.text} Its last attempt {last_end.text}", explanation.hint
@@ -157,27 +158,28 @@ def _run_title(path: Path) -> str:
 
 
 def _explain_finished(facts: RunFacts) -> Explanation:
-    """Explain a finished run by its steps, attempts, wall time and goodput; the hint exports its
-    model, '' where no checkpoint of hpc-ddp's is on disk."""
+    """Explain a finished run by its steps, attempts, wall time and goodput. The hint is the command
+    that exports its model; '' where no checkpoint of hpc-ddp's is on disk."""
     step = last_step(facts.events)
     steps = f" after {step} steps" if step is not None else ""
-    attempts = plural(len(_ends(facts)), "attempt")
+    attempts = plural(len(_attempt_ends(facts)), "attempt")
     wall_s = facts.events[-1].time - facts.events[0].time
     text = f"is finished{steps}, in {attempts} and {duration(wall_s)}."
-    text += _goodput(goodput.account(facts.events))
+    text += _goodput_text(goodput.account(facts.events))
     if facts.verdict is not None and facts.verdict.why:
         text += f" {facts.verdict.why}."
     is_ours = facts.saved is not None and not facts.library
-    # Else Python looks in the current folder first, in which others may have files.
+    # With this flag Python does not look for modules in the current folder first, in which other
+    # users may have files.
     flag = "-P" if sys.version_info >= (3, 11) else "-I"
     export = f"python {flag} -m hpc_ddp.training.export {quoted_path(facts)} model.safetensors"
     return Explanation("finished", text, export if is_ours else "")
 
 
 def _explain_array(facts: RunFacts) -> Explanation:
-    """Explain an array: count its tasks by kind, name the first `MOST_TRIALS` trials of a sweep,
-    and say why tasks wait. The first task that did not go well is explained in full, if there is
-    one."""
+    """Explain an array by the number of its tasks of each kind, the first `MOST_TRIALS` trials of a
+    sweep, and the reason why tasks wait. The first task that is neither finished nor live is
+    explained in full, with its hint; without one the hint is ''."""
     tasks = {name: explain(task) for name, task in facts.tasks.items()}
     kinds = Counter(task.kind for task in tasks.values())
     counts = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
@@ -187,7 +189,7 @@ def _explain_array(facts: RunFacts) -> Explanation:
     if kinds_by_trial:
         more = ["…"] if kinds_by_trial[MOST_TRIALS:] else []
         text += f" Its trials: {'; '.join([*kinds_by_trial[:MOST_TRIALS], *more])}."
-    bad = [name for name, task in tasks.items() if task.kind not in ("finished", *_LIVE_KINDS)]
+    bad = [index for index, task in tasks.items() if task.kind not in ("finished", *_LIVE_KINDS)]
     if facts.record and facts.record.state == "PENDING":
         words, _ = explain_pending(facts.record.reason, facts.job_id or "")
         text += f" Others wait: {words}."
@@ -203,8 +205,8 @@ def _explain_array(facts: RunFacts) -> Explanation:
 
 
 def _explain_live(facts: RunFacts) -> Explanation:
-    """Explain a live run, a job or a process of this machine: waiting, suspended, ending or
-    running, the first that fits. The text lacks its subject, and begins with its verb."""
+    """Explain a run that has a live job, or a process on this machine: as waiting, suspended,
+    ending or running, the first that fits."""
     record, state = facts.record, facts.job_state
     if record and state is RunState.WAITING:
         words, hint = explain_pending(record.reason, facts.job_id or "")
@@ -222,9 +224,9 @@ def _explain_live(facts: RunFacts) -> Explanation:
 
 
 def _explain_running(facts: RunFacts, nodes: str) -> Explanation:
-    """Explain the newest attempt while it runs on `nodes` (in words): progress, newest checkpoint,
-    goodput, a slow rank, silence. If the last save has failed, the failure stands in place of all
-    that comes behind the progress."""
+    """Explain the newest attempt while it runs on `nodes`, their names as text: by its progress,
+    newest checkpoint, goodput, a slow rank, and silence. If the last save has failed, the failure
+    takes the place of all that comes behind the progress."""
     events = [event for event in facts.events if event.attempt == facts.newest]
     started = last_event(events, Started)
     if started is None:
@@ -234,21 +236,16 @@ def _explain_running(facts: RunFacts, nodes: str) -> Explanation:
     if not last_event(events, FirstStep):
         progress = "has not done its first step yet" if facts.has_progress else "reports no steps"
         return Explanation("running", f"{text}, and {progress}.", hint)
-    text += (
-        f", and is at step {last_step(facts.events)}{_of_total(last_event(events, MetricsLine))}."
-    )
+    metrics = _total_and_loss(last_event(events, MetricsLine))
+    text += f", and is at step {last_step(facts.events)}{metrics}."
     saved, failed = last_event(facts.events, CheckpointSaved), last_event(events, SaveFailed)
     if failed and (not saved or failed.time > saved.time):
         text += f" ITS LAST SAVE FAILED ({shorten(failed.error)}); the third in a row ends it."
-        diagnosis = recognise(failed.error)
+        diagnosis = recognise_failure(failed.error)
         hint = fill_hint(facts, diagnosis.hint if diagnosis else "df -h {path}", {})
         return Explanation("running", text, hint)
-    if saved:
-        text += f" Its newest checkpoint is of step {saved.step}, and"
-        text += f" {duration(max(0.0, facts.now - saved.time))} old."
-    else:
-        text += " It has saved nothing yet."
-    text += _goodput(goodput.account(facts.events, facts.now))
+    text += _save_sentence(facts, saved)
+    text += _goodput_text(goodput.account(facts.events, facts.now))
     if slow := slow_rank(events):
         text += f" But {slow}: the others wait for it."
     quiet_s = facts.now - events[-1].time
@@ -257,31 +254,40 @@ def _explain_running(facts: RunFacts, nodes: str) -> Explanation:
     return Explanation("running", text, hint)
 
 
-def _goodput(seconds: dict[str, float]) -> str:
+def _save_sentence(facts: RunFacts, saved: CheckpointSaved | None) -> str:
+    """Return a sentence, after a blank, on the newest save of a run, None where there is none."""
+    if saved is None:
+        return " It has saved nothing yet."
+    age = duration(max(0.0, facts.now - saved.time))
+    return f" Its newest checkpoint is of step {saved.step}, and {age} old."
+
+
+def _goodput_text(seconds: dict[str, float]) -> str:
     """Return sentences on the goodput, and on the cost of starts where that is much, with a blank
-    before them; '' where the goodput is not known. `seconds` has the wall time's parts by name."""
+    before them; '' where the goodput is not known. `seconds` is the wall time by part."""
     share = goodput.share(seconds)
     costs = goodput.start_costs(seconds)
     return "" if share is None else f" Goodput {share:.0%}." + (costs and f" {costs}")
 
 
-def _slow_imports(facts: RunFacts) -> str:
+def _imports_sentence(facts: RunFacts) -> str:
     """Return a sentence that recommends ``--stage`` where the newest attempt imported slowly and
     ``--stage`` could have been used; else ''."""
     workers = facts.select(WorkerStarted, attempt=facts.newest)
-    can_not = any(facts.spec.get(key) for key in ("stage", "container", "image"))
-    if not workers or can_not or facts.standalone or facts.spec.get("backend") == "submitit":
+    is_excluded = any(facts.spec.get(key) for key in ("stage", "container", "image"))
+    if not workers or is_excluded or facts.standalone or facts.spec.get("backend") == "submitit":
         return ""
+    # Without the fork server's times: from the worker's begin to its call of start().
     began = workers[-1].imports_began or workers[-1].began
     seconds = (workers[-1].imports_ended or workers[-1].called) - (began or math.inf)
-    if seconds < SLOW_IMPORTS_S:
+    if seconds < SLOW_IMPORTS_S:  # also -inf, where the begin is not known
         return ""
     text = f"Its imports took {duration(seconds)}"
     return f"{text}: with --stage its requeued starts read all that they import in one go."
 
 
-def _of_total(metrics: MetricsLine | None) -> str:
-    """Return the number of all steps and the loss of `metrics`, as far as they are known, as
+def _total_and_loss(metrics: MetricsLine | None) -> str:
+    """Return the number of all steps and the loss in `metrics`, as far as they are known, as
     `` of 1000 (loss 0.5)``; '' for None."""
     if metrics is None:
         return ""
@@ -305,13 +311,13 @@ _ENDS = {
     Cause.BAD_NODE: "met a bad node",
 }
 _NO_VERDICT = "ended without a word"
-# Ends of a script without hpc_ddp.training that may have a snapshot of its own.
+# Kinds of ends that are no fault of the script's: it may go on from a checkpoint of its own.
 _NO_FAULT = ("preempted", "time limit", "stopped", "node lost", "waiting", "killed")
 
 
-def _ends(facts: RunFacts) -> dict[int, str]:
-    """Return how each attempt ended, in words, by number. An attempt without a verdict, also one
-    that still runs, has ended without a word."""
+def _attempt_ends(facts: RunFacts) -> dict[int, str]:
+    """Return a phrase on the end of each attempt, by number, in ascending order. That of an attempt
+    without a verdict, also of one that still runs, is `_NO_VERDICT`."""
     ends: dict[int, str] = {}
     started = facts.select(Started)
     standalone = {event.attempt for event in started if event.backend == "local"}
@@ -320,7 +326,7 @@ def _ends(facts: RunFacts) -> dict[int, str]:
             cause = Cause.NOTICE if isinstance(event, Stopped) else Cause.FAILED
             ends[event.attempt] = _ENDS[cause]
     for verdict in facts.select(VerdictGiven):
-        # If no worker came to life at all, the node may be well.
+        # If no worker has made a step, the node may be well.
         is_unsure = verdict.cause == Cause.NODE_LOST and verdict.step is None
         end = _NO_VERDICT if is_unsure else _ENDS.get(verdict.cause, _NO_VERDICT)
         ends[verdict.attempt] = end
@@ -328,23 +334,23 @@ def _ends(facts: RunFacts) -> dict[int, str]:
     return {attempt: ends.get(attempt, _NO_VERDICT) for attempt in sorted(numbers)}
 
 
-def _earlier_ends(facts: RunFacts) -> str:
-    """Return a sentence on how the attempts before the newest have ended; '' without such
-    attempts."""
-    ends = [end for attempt, end in _ends(facts).items() if attempt != facts.newest]
-    counts = [f"{end} {_times(count)}" for end, count in Counter(ends).items()]
+def _earlier_sentence(facts: RunFacts) -> str:
+    """Return a sentence on the ends of the attempts before the newest; '' without such attempts."""
+    ends = [end for attempt, end in _attempt_ends(facts).items() if attempt != facts.newest]
+    counts = [f"{end} {_times_text(count)}" for end, count in Counter(ends).items()]
     return f"Before that it {' and '.join(counts)}." if counts else ""
 
 
-def _times(count: int) -> str:
+def _times_text(count: int) -> str:
     """Return ``once``, ``twice``, ``3 times``."""
     return {1: "once", 2: "twice"}.get(count, f"{count} times")
 
 
 def _count_lost(facts: RunFacts) -> tuple[int | None, float | None]:
-    """Return how many of the newest attempt's steps no checkpoint has, and their seconds.
+    """Return how many steps no checkpoint has, and the seconds that the newest attempt took for
+    them.
 
-    Both are None where the attempt did not reach its training, and 0 where it stopped or finished
+    Both are None where this attempt did not reach its training, and 0 where it stopped or finished
     in order. Without a checkpoint on disk all steps of the run count.
     """
     events = [event for event in facts.events if event.attempt == facts.newest]
@@ -355,24 +361,25 @@ def _count_lost(facts: RunFacts) -> tuple[int | None, float | None]:
     if last_event(events, Stopped, Finished):  # both come when all is saved
         return 0, 0.0
     saved = last_event(events, CheckpointSaved)
-    since = saved.time - saved.write_s if saved else began.time  # its state is from before
+    # A checkpoint has the state from before it was written.
+    since = saved.time - saved.write_s if saved else began.time
     times = [event.time for event in events if _is_progress(event)]
     return max(0, step - (facts.saved or 0)), max(0.0, max(times, default=since) - since)
 
 
 def _is_progress(event: JournalEvent) -> bool:
-    """Return whether an event was written as its step ended. A verdict and the report of a hang
-    have a step, too, but come minutes after it."""
+    """Return whether an event was written at the end of its step. A verdict and the report of a
+    hang have a step, too, but are written minutes after it."""
     is_hang = isinstance(event, RankFailed) and event.error.startswith("HangError")
     is_late = is_hang or isinstance(event, VerdictGiven)
     return step_of(event) is not None and not is_late
 
 
 def _loss_sentence(facts: RunFacts, explanation: Explanation) -> str:
-    """Return the sentence on lost steps; '' for a run that runs, is suspended, is finished or was
-    only rendered, for an array, and where the newest attempt did not reach its training. For a
-    script that reports no steps it says that the progress is unknown, unless the script failed by
-    itself."""
+    """Return the sentence on lost steps. For a script that reports no steps, and did not fail by
+    itself, the sentence says that the progress is unknown. Return '' for a run that runs, is
+    suspended, is finished or was only rendered, for an array, and where the newest attempt did not
+    reach its training."""
     if explanation.kind in ("finished", "rendered", "array", "running", "suspended"):
         return ""
     if explanation.lost_steps is None:

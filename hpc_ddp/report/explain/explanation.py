@@ -1,4 +1,4 @@
-"""An explanation of a run, and the phrases that several explanations share."""
+"""`Explanation`, the result of ``hpc-ddp explain``, and phrases that several explanations share."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WIDTH = 100  # of the paragraph, in characters
 
 @dataclass(frozen=True)
 class Explanation:
-    """The state or the end of a run, in words.
+    """The state or the end of a run, as text.
 
     Attributes
     ----------
@@ -26,16 +26,16 @@ class Explanation:
         one to three words for programs: ``finished``, ``running``, ``waiting``, ``preempted``,
         ``python error``, ``cuda out of memory`` …
     text, hint
-        for people: a paragraph, and one thing to do ('' where there is nothing to do)
+        for the user: a paragraph, and one thing to do ('' where there is nothing to do)
     node, rank
-        where it happened; None where that is not known
+        the node and the rank of a failure; None where they are not known
     job_id, attempt
-        the job that counts now, and the newest attempt; None before the first
+        the job that counts now, and the number of the newest attempt; None before the first
     step, lost_steps, lost_s
-        the last step that is known to be done; the number of the last attempt's steps that no
-        checkpoint has, and their seconds
+        the last step that is known to be done; how many steps of the newest attempt no checkpoint
+        has, and their seconds; None where they are not known
     tasks
-        the explanations of an array's tasks, by their number
+        the explanations of an array's tasks, by their index as text
     """
 
     kind: str
@@ -51,19 +51,21 @@ class Explanation:
     tasks: Mapping[str, Explanation] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the attributes by name, for JSON; the tasks as such tables, too."""
         return asdict(self)
 
 
 def paragraph(explanation: Explanation) -> str:
-    """Return the text for a terminal, in lines of `WIDTH`, and the hint, if there is one, as one
-    line below, so that a command can be copied. Control characters are replaced."""
+    """Return the explanation for a terminal: the text in lines of `WIDTH` characters, and the hint,
+    if there is one, below it as a single line, so that a command can be copied. Control characters
+    are replaced."""
     text = textwrap.fill(explanation.text, WIDTH, break_long_words=False, break_on_hyphens=False)
     return printable(f"{text}\nhint: {explanation.hint}" if explanation.hint else text)
 
 
-def at_step(facts: RunFacts) -> str:
-    """Return where the newest attempt was: `` at step n``, or `` before its first step``. ''
-    without an attempt, and where the progress is unknown."""
+def step_phrase(facts: RunFacts) -> str:
+    """Return the newest attempt's last step as `` at step n``, or `` before its first step``; ''
+    without an attempt, and for a script that reports no steps."""
     if not facts.has_progress or facts.newest is None:
         return ""
     if not facts.select(FirstStep, attempt=facts.newest):
@@ -72,13 +74,13 @@ def at_step(facts: RunFacts) -> str:
 
 
 def quoted_path(facts: RunFacts) -> str:
-    """Return the run's folder, quoted for a shell."""
+    """Return the path of the run's folder, quoted for a shell."""
     return shlex.quote(str(facts.path))
 
 
 def log_hint(facts: RunFacts) -> str:
-    """Return the command that shows the run's output; for a standalone script the words for where
-    its output is."""
+    """Return the command that shows the run's output; for a standalone script, whose output is not
+    kept, the advice to look where it was started."""
     if facts.standalone:
         return "see its output, where it was started"
     return f"hpc-ddp logs {quoted_path(facts)}"
@@ -87,11 +89,11 @@ def log_hint(facts: RunFacts) -> str:
 def fill_hint(
     facts: RunFacts, hint: str, groups: Mapping[str, str], rank: int | None = None
 ) -> str:
-    """Return a hint with its fields filled: ``{again}``, ``{with_new_code}``, ``{path}``,
-    ``{python}``, ``{logs}``, and `groups`.
+    """Return a hint with its fields filled in: ``{again}``, ``{with_new_code}``, ``{path}``,
+    ``{python}``, ``{logs}``, and those of `groups`, which go first.
 
-    ``{logs}`` is the command that shows the log of `rank` in the newest attempt, or (None) the
-    run's output; for a standalone script it is `log_hint`. Raise KeyError for another field.
+    ``{logs}`` is `log_hint`; with `rank`, unless the script is standalone, the command shows the
+    log of that rank in the newest attempt. Raise KeyError for another field.
     """
     option = "" if rank is None or facts.standalone else f" --rank {rank} --attempt {facts.newest}"
     fields = {
@@ -105,5 +107,5 @@ def fill_hint(
 
 
 def shorten(text: str) -> str:
-    """Return the first 240 characters of a text, with … where it is cut."""
+    """Return at most the first 240 characters of a text, and … behind them where it is cut."""
     return text if len(text) <= 240 else f"{text[:240]}…"

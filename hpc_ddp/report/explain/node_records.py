@@ -24,8 +24,9 @@ TAIL_BYTES = 32 * 1024
 
 @dataclass(frozen=True)
 class RecordedFailure:
-    """A rank (None: torchrun itself) that did not end well. `error` is '' where it wrote none,
-    `code` the exit code, negative for a signal, `time` in unix seconds, 0.0 where not known."""
+    """A failure of a rank (None: of torchrun itself). `error` is '' where the process wrote none;
+    `code` is the exit code, negative for a signal; `time` is in unix seconds, 0.0 where it is not
+    known."""
 
     rank: int | None
     node: str
@@ -35,34 +36,32 @@ class RecordedFailure:
 
     @property
     def was_terminated(self) -> bool:
-        """Whether it ended by SIGTERM, as a supervisor ends it once another rank has failed."""
+        """Whether the process ended by SIGTERM, with which a supervisor ends workers once another
+        rank has failed."""
         return self.code in (-signal.SIGTERM, 128 + signal.SIGTERM)
 
     @property
     def is_consequence(self) -> bool:
-        """Whether it probably follows from another failure: a lost connection, or SIGTERM."""
+        """Whether the failure probably follows from another one: a lost connection, or SIGTERM."""
         return self.was_terminated or bool(COMMUNICATION_ERROR.search(self.error))
 
 
-def tail(path: Path) -> str:
-    """Return the last `TAIL_BYTES` of a log, without noise and marks of ranks (`read_tail`); ''
-    where it can't be read."""
+def read_log_end(path: Path) -> str:
+    """Return the last `TAIL_BYTES` of a log as text, without noise and marks of ranks (see
+    `read_tail`); '' where it can't be read."""
     return read_tail(path, TAIL_BYTES)
 
 
 def read_ends(attempt: AttemptFolder) -> tuple[list[RecordedFailure], dict[int, str]]:
-    """Return the failures that the nodes of an attempt have recorded, and, after a hang, where each
-    rank stood: the line of the user's code by rank, as ``train.py line 7``.
-
-    Most of thousands of ranks stand at the same place, so each stack is parsed once. Raise OSError
-    where the attempt's folder can't be listed.
-    """
+    """Return the failures that the nodes of an attempt have recorded; and for each rank that was in
+    a hang, by its number, the line of the user's code where it stood, as ``train.py line 7``. Raise
+    OSError where the attempt's folder can't be listed."""
     failures: list[RecordedFailure] = []
     hang_places: dict[int, str] = {}
     for name, _, files in read_small_below(attempt.path, _is_of_the_end):
         node = attempt.node(name)
         failures += _read_failures(node, files)
-        hang_places |= _hang_places_in(node, files)
+        hang_places |= _read_hang_places(node, files)
     return failures, hang_places
 
 
@@ -71,37 +70,38 @@ def _is_of_the_end(name: str) -> bool:
     return name.startswith(("record", "stack-rank-"))
 
 
-def _content(node: NodeFolder, name: str, small: SmallFile | None) -> bytes:
-    """Return the last `TAIL_BYTES` of a node's file: of `small`, its content, or, where that is
-    None, of the file on disk as `tail` has it; b'' where it can't be read."""
-    return small.content[-TAIL_BYTES:] if small else tail(node.path / name).encode()
+def _read_content(node: NodeFolder, name: str, small: SmallFile | None) -> bytes:
+    """Return the last `TAIL_BYTES` of the file `name` of a node. They come from `small`, the file's
+    content; where that is None the file is read (`read_log_end`), b'' where that fails."""
+    return small.content[-TAIL_BYTES:] if small else read_log_end(node.path / name).encode()
 
 
-def _record(node: NodeFolder, name: str, small: SmallFile | None) -> dict[str, Any]:
-    """Return the object in a node's record. With `small`, the file's content, raise ValueError
-    where it is damaged. Where `small` is None the file is read, and {} returned where it is
-    damaged."""
+def _read_record(node: NodeFolder, name: str, small: SmallFile | None) -> dict[str, Any]:
+    """Return the object in the record `name` of a node. It comes from `small`, the file's content:
+    raise ValueError where that is damaged. Where `small` is None the file is read: return {} where
+    it is damaged."""
     return parse_object(small.content) if small else read_json(node.path / name)
 
 
 def _read_failures(
     node: NodeFolder, files: Mapping[str, SmallFile | None]
 ) -> list[RecordedFailure]:
-    """Return the failures in those of a node's files that are records (``record*.json``); damaged
-    ones are left out. `files` are by name; a file for which there is None is read from disk."""
+    """Return the failures in a node's records, the files ``record*.json`` among `files` (content by
+    name; a file with None is read from disk). Damaged records and failures are left out."""
     failures = []
     for name, small in files.items():
         entries = None
         if name.startswith("record") and name.endswith(".json"):
             with suppress(ValueError):
-                entries = _record(node, name, small).get("failures")
+                entries = _read_record(node, name, small).get("failures")
         if not isinstance(entries, list):
             continue
         for entry in entries:
             if isinstance(entry, dict):
                 with suppress(ValueError):
-                    recorded = read_fields(fields(RecordedFailure), entry)
-                    failures.append(RecordedFailure(**{**recorded, "node": node.path.name}))
+                    values = read_fields(fields(RecordedFailure), entry)
+                    # A failure in a record names no node.
+                    failures.append(RecordedFailure(**{**values, "node": node.path.name}))
     return failures
 
 
@@ -109,27 +109,29 @@ _FRAME = re.compile(r'^ +File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<nam
 _LIBRARY = re.compile(r"site-packages|/lib/python|/lib/hpc_ddp/|^<")
 
 
-def _hang_places_in(node: NodeFolder, files: Mapping[str, SmallFile | None]) -> dict[int, str]:
-    """Return the line of the user's code where each of the node's ranks stood, by rank, from those
-    of its files that are stacks; ranks without such a line are left out."""
+def _read_hang_places(node: NodeFolder, files: Mapping[str, SmallFile | None]) -> dict[int, str]:
+    """Return the line of the user's code where each of the node's ranks stood, by rank, from the
+    stacks ``stack-rank-R.txt`` among `files` (as in `_read_failures`); ranks without such a line
+    are left out."""
     places: dict[int, str] = {}
     for name, small in files.items():
         rank = name.removeprefix("stack-rank-").removesuffix(".txt")
         if rank.isdecimal():
-            # The main thread comes last; its first line has its number.
-            main_thread = _content(node, name, small).rpartition(b"hread 0x")[2]
-            if place := _place_of(main_thread.partition(b"\n")[2]):
+            # Each thread begins with a line "Thread 0x…" or "Current thread 0x…"; the main thread
+            # comes last.
+            main_thread = _read_content(node, name, small).rpartition(b"hread 0x")[2]
+            if place := _user_line_of_stack(main_thread.partition(b"\n")[2]):
                 places[int(rank)] = place
     return places
 
 
-@cache
-def _place_of(stack: bytes) -> str:
+@cache  # most of thousands of ranks stand at the same place
+def _user_line_of_stack(stack: bytes) -> str:
     """Return the innermost line of the user's code in a thread's stack; '' without one."""
-    return place_in(stack.decode(errors="replace"), newest_first=True)
+    return find_user_line(stack.decode(errors="replace"), newest_first=True)
 
 
-def place_in(text: str, newest_first: bool = False) -> str:
+def find_user_line(text: str, newest_first: bool = False) -> str:
     """Return the innermost line of a traceback that is in the user's code, as ``train.py line 7``;
     '' without one. With `newest_first` the traceback begins with its innermost frame."""
     frames = list(_FRAME.finditer(text))

@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 
 class FailurePattern(NamedTuple):
-    """A known failure: its kind, a regular expression, and templates of its words and its hint."""
+    """A known failure: its kind, a regular expression for texts that show it, and templates of its
+    words and its hint."""
 
     kind: str
     pattern: str
@@ -21,8 +22,8 @@ class FailurePattern(NamedTuple):
 
 
 class PendingReason(NamedTuple):
-    """A reason of Slurm's for waiting: a regular expression, and templates of its words and its
-    hint."""
+    """A reason for which Slurm lets jobs wait: a regular expression for Slurm's name of it, and
+    templates of its words and its hint."""
 
     pattern: str
     words: str
@@ -30,8 +31,8 @@ class PendingReason(NamedTuple):
 
 
 class Diagnosis(NamedTuple):
-    """A known failure that was found in a text. Its words are filled in; its hint is a template,
-    for which `groups` has the parts of the text that the pattern names."""
+    """A known failure that a text shows. Its words are filled in; its hint is a template for
+    `fill_hint`. `groups` has the parts of the text that the pattern names."""
 
     kind: str
     words: str
@@ -40,8 +41,8 @@ class Diagnosis(NamedTuple):
 
 
 def _read_rows(name: str) -> list[list[str]]:
-    """Return the rows of a file of this folder, each as its lines. Rows are parted by blank lines;
-    comments are left out. Raise OSError where the file can't be read."""
+    """Return the rows of a file of this folder, each as the list of its lines. Blank lines stand
+    between rows; comments are left out. Raise OSError where the file can't be read."""
     text = (Path(__file__).parent / name).read_text(encoding="utf-8")
     blocks = re.sub(r"^#.*\n", "", text, flags=re.M).strip().split("\n\n")
     return [block.strip().splitlines() for block in blocks]
@@ -75,22 +76,22 @@ _RESOURCES = {
 }
 
 
-def recognise(text: str) -> Diagnosis | None:
-    """Return the first known failure whose pattern is in a text; None without one, and for ''."""
+def recognise_failure(text: str) -> Diagnosis | None:
+    """Return the first of `FAILURES` whose pattern matches in a text; None where none does."""
     for row in FAILURES:
         match = re.search(row.pattern, text, re.M)
         if match:
             groups = {name: group or "" for name, group in match.groupdict().items()}
             size = groups.get("size")
-            groups["when_size"] = f" when it asked for {size} more" if size else ""
+            groups["when_size"] = f" when it asked for {size} more" if size else ""  # for the words
             return Diagnosis(row.kind, row.words.format(**groups), row.hint, groups)
     return None
 
 
 def explain_pending(reason: str, job: str) -> tuple[str, str]:
-    """Return the meaning of Slurm's reason for which a job waits, in words, and a hint with the id
-    `job`. An unknown reason is named as Slurm has it; '' means that Slurm has not looked at the job
-    yet."""
+    """Return two texts: the meaning of Slurm's `reason` for letting a job wait, and a hint with the
+    job's id `job`. An unknown reason is named as Slurm has it; for '' the text
+    says that Slurm has not looked at the job yet."""
     for row in PENDING_REASONS:
         match = re.match(row.pattern, reason)
         if match:

@@ -20,7 +20,7 @@ from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.live_jobs import Queue
 from hpc_ddp.report.status.run_status import Status, status_of
 from hpc_ddp.report.status.state import RunState, state_of_job
-from hpc_ddp.report.tables import columns
+from hpc_ddp.report.tables import align_columns
 
 # Names of results that are better the lower they are.
 _LOWER = re.compile(r"loss|error|perplexity|ppl|nll|mse|mae|bpb|\b[cw]er\b|seconds", re.I)
@@ -191,7 +191,7 @@ def table(tasks: Sequence[Task]) -> str:
         for i, name in enumerate(header)
         if name in parameters or any(row[i] not in (None, "") for row in rows)
     ]
-    return columns([header[i] for i in shown], [[row[i] for i in shown] for row in rows])
+    return align_columns([header[i] for i in shown], [[row[i] for i in shown] for row in rows])
 
 
 def _cells(task: Task, results: Sequence[str]) -> list[object]:

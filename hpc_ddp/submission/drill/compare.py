@@ -1,8 +1,8 @@
-"""Where two runs of one script differ, from the records that `hpc_ddp.training.drill` has written.
+"""The first difference between two runs of one script, by the records of `hpc_ddp.training.drill`.
 
-Pure. A record is what a rank wrote at one moment: a digest of each part of the state, of what the
-optimizers read in the step, the exact values that the script gave to `run.step`. `base` is the
-undisturbed run.
+Pure. A rank writes a record at a moment of the training: digests of the parts of the state, and of
+what the optimizers read in the step, and the values that the script has passed to `run.step`.
+`base` are the records of the undisturbed run.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from hpc_ddp.core.journal.events import DrillRecord
 
 Pair = tuple[DrillRecord, DrillRecord]  # of the undisturbed run and of a disturbed one
 
-STEP_TOLERANCE = 1e-5  # relative: how much another order of sums can change the numbers of one step
-END_TOLERANCE = 1e-2  # … and how much they may differ after the steps of a drill
+# Relative differences that another order of sums can make: in one step, and over a drill's steps.
+STEP_TOLERANCE = 1e-5
+END_TOLERANCE = 1e-2
 
 # Kinds of parts, causes before consequences within one step. `random` are generators, `settings`
 # an optimizer's learning rate and the like, `untracked` the state of an optimizer not in run.track.
@@ -26,13 +27,13 @@ _ORDER = (
     *("optimizer", "model", "object"),
 )
 _STATE_ORDER = ("position", "model", "optimizer", "scheduler", "settings", "object", "random")
-_MOMENTS = ("start", "step", "epoch", "end")  # of records of the same step
-_COMPUTED = ("loss", "gradients", "model", "optimizer")  # the order of sums can change these
+_MOMENTS = ("start", "step", "epoch", "end")  # in time, for records with the same number of steps
+_COMPUTED = ("loss", "gradients", "model", "optimizer")  # another order of sums can change these
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The first part that differs.
+    """The first difference of an attempt to the undisturbed run.
 
     Attributes
     ----------
@@ -41,7 +42,7 @@ class Difference:
     attempt, ranks
         the attempt's number, from 0, and the ranks whose records differ in this part
     at_start
-        the part differed as soon as the checkpoint had been loaded
+        the part differs already when the checkpoint has been loaded
     kind, name
         ``position`` (a step, or the end, at another place in the epochs), ``random``, ``loss``,
         ``gradients``, ``settings`` or ``untracked`` (of an optimizer), ``model``, ``optimizer``,
@@ -54,7 +55,7 @@ class Difference:
     grown
         largest relative difference of loss and weights at the last step that both runs have
     drifted
-        the state that an earlier attempt has saved differs from the undisturbed run's already
+        the state that an earlier attempt has saved, and this one loaded, differs already
     """
 
     step: int
@@ -70,7 +71,7 @@ class Difference:
 
     @property
     def label(self) -> str:
-        """The kind, with ``optimizer`` for ``untracked``."""
+        """The kind for the drill's table: ``optimizer`` also for ``untracked``."""
         return "optimizer" if self.kind == "untracked" else self.kind
 
     @property
@@ -92,16 +93,16 @@ def first_difference(
     disturbed: Sequence[DrillRecord],
     earlier: Sequence[DrillRecord] = (),
 ) -> Difference | None:
-    """Return where the records of one attempt leave those of the undisturbed run; None if no record
-    does.
+    """Return the first difference between the records of one attempt and those of the undisturbed
+    run; None where all that can be compared are equal.
 
     Parameters
     ----------
     base, disturbed
         the records of all ranks, of the undisturbed run and of one attempt of the disturbed one
     earlier
-        the records of the attempts before `disturbed`. One of them has saved the state with which
-        `disturbed` begins; it differs from the undisturbed run's where sums were rounded otherwise
+        the records of the attempts before `disturbed`. One of them has saved the state that
+        `disturbed` loads: its first record is compared with this state
 
     Raises
     ------
@@ -109,7 +110,7 @@ def first_difference(
         a record has no sizes, an unknown moment, or an unknown kind of part: the recorder writes
         no such record
     """
-    pairs, has_drifted = _pairs(base, disturbed, earlier)
+    pairs, has_drifted = _make_pairs(base, disturbed, earlier)
     # By the moment first, then by rank: later differences are consequences.
     differing = sorted(
         (pair for pair in pairs if any(_parts_that_differ(*pair))),
@@ -118,7 +119,7 @@ def first_difference(
     if not differing:
         return None
     first = differing[0][1]
-    at_moment = [pair for pair in differing if _moment(pair[1]) == _moment(first)]
+    at_moment = [pair for pair in differing if _moment(pair[1]) == _moment(first)]  # of all ranks
     order = _ORDER if first.at == "step" else _STATE_ORDER
     parts = sorted(
         {part for pair in at_moment for part in _parts_that_differ(*pair)},
@@ -127,6 +128,7 @@ def first_difference(
     ranks = sorted(b.rank for a, b in at_moment if parts[0] in _parts_that_differ(a, b))
     kind, _, name = parts[0].partition(" ")
     has_gradients = any("gradients" in record.used for _, record in at_moment)
+    # Gradients come before these kinds in `_ORDER`: they would be the first part if they differed.
     follows_equal_gradients = kind in ("optimizer", "model") and has_gradients
     return Difference(
         step=first.step,
@@ -142,48 +144,48 @@ def first_difference(
     )
 
 
-def _pairs(
+def _make_pairs(
     base: Sequence[DrillRecord], disturbed: Sequence[DrillRecord], earlier: Sequence[DrillRecord]
 ) -> tuple[list[Pair], bool]:
-    """Return the records of an attempt as pairs, each behind the record that it is compared with;
-    records without such a one are left out. Also return whether a state that an earlier attempt has
-    saved differs from the undisturbed run's.
+    """Return the records of an attempt as pairs (reference, record), and whether the state that the
+    attempt has loaded differed from the undisturbed run's already.
 
-    A record of the start is compared with the state that an earlier attempt has saved (the last one
-    of that step), where there is one; all others with the undisturbed run's.
+    The reference of a record of the start is the record of the newest earlier attempt at the same
+    position, where there is one; all other references are records of the undisturbed run. A record
+    without a reference is left out.
     """
-    base_of = _by_moment(base)
-    saved = _by_moment(sorted(earlier, key=lambda record: -record.attempt))
+    base_of = _by_position(base)
+    earlier_of = _by_position(sorted(earlier, key=lambda record: -record.attempt))
     pairs: list[Pair] = []
     has_drifted = False
     for record in disturbed:
-        reference = base_of.get(_key(record)) or _nearest(base, record)
+        reference = base_of.get(_position(record)) or _nearest(base, record)
         if reference is None:
             continue
         if record.at == "start":
-            before = saved.get(_key(record), reference)
-            has_drifted = has_drifted or reference.state != before.state
-            reference = before
+            saved = earlier_of.get(_position(record), reference)
+            has_drifted = has_drifted or reference.state != saved.state
+            reference = saved
         pairs.append((reference, record))
     return pairs, has_drifted
 
 
 def _difference_at_end(pairs: Sequence[Pair]) -> float | None:
     """Return the largest relative difference of values and weights at the last step of `pairs`,
-    which has some.
+    which are one or more.
 
-    1 where any position differs, None where there are no numbers to compare. Raise KeyError as
-    `_distance`.
+    1 where the position in any pair differs, None where there are no numbers to compare. Raise
+    KeyError as `_distance`.
     """
-    if any(_key(a) != _key(b) for a, b in pairs):
+    if any(_position(a) != _position(b) for a, b in pairs):
         return 1.0
     last_step = max(record.step for _, record in pairs)
     return _distance([pair for pair in pairs if pair[1].step == last_step], "weights")
 
 
-class _Key(NamedTuple):
-    """The rank and the position, which records of the same moment have in common. A start has the
-    position of its checkpoint."""
+class _Position(NamedTuple):
+    """A rank, and its position in the training. A record of a start has the position of its
+    checkpoint, and so that of the step which was saved."""
 
     rank: int
     step: int
@@ -191,62 +193,62 @@ class _Key(NamedTuple):
     samples: int
 
 
-def _key(record: DrillRecord) -> _Key:
+def _position(record: DrillRecord) -> _Position:
     """Return the rank and the position of a record."""
-    return _Key(record.rank, record.step, record.epoch, record.samples)
+    return _Position(record.rank, record.step, record.epoch, record.samples)
 
 
-def _by_moment(base: Sequence[DrillRecord]) -> dict[_Key, DrillRecord]:
-    """Return records by their `_key`, the first of each."""
-    by_moment: dict[_Key, DrillRecord] = {}
-    for record in base:  # the end may be the moment of a step, which has more to compare
-        by_moment.setdefault(_key(record), record)
-    return by_moment
+def _by_position(records: Sequence[DrillRecord]) -> dict[_Position, DrillRecord]:
+    """Return records by their `_position`; of several with the same one, the first."""
+    by_position: dict[_Position, DrillRecord] = {}
+    for record in records:  # an end may have a step's position; the step's has more to compare
+        by_position.setdefault(_position(record), record)
+    return by_position
 
 
 def _nearest(base: Sequence[DrillRecord], record: DrillRecord) -> DrillRecord | None:
-    """Return the undisturbed record to compare with `record`, which is at a position that the
-    undisturbed run never had: the rank's record of the same step, or else of its last step. None
-    for a record that is no step and no end, and for a rank without steps."""
+    """Return the record of the undisturbed run to compare with `record`, whose position that run
+    never had: the rank's record of the same step, or else of its last step. None for a record that
+    is no step and no end, and for a rank without steps."""
     steps = [r for r in base if r.rank == record.rank and r.at == "step"]
     if record.at not in ("step", "end") or not steps:
         return None
     return next((r for r in steps if r.step == record.step), steps[-1])
 
 
-def _moment(record: DrillRecord) -> tuple[int, str, _Key]:
-    """Return what is equal for the records of all ranks at one moment of an attempt."""
-    return record.attempt, record.at, _key(record)._replace(rank=0)  # one key for all ranks
+def _moment(record: DrillRecord) -> tuple[int, str, _Position]:
+    """Return a key of a moment in an attempt, which the records of all ranks at this moment have in
+    common."""
+    return record.attempt, record.at, _position(record)._replace(rank=0)
 
 
-def _values(record: DrillRecord) -> dict[str, str]:
-    """Return a record's values by name, as texts that can be compared: NaN is like NaN."""
+def _value_texts(record: DrillRecord) -> dict[str, str]:
+    """Return a record's values by name, as texts: two NaN are equal then."""
     return {name: repr(number) for name, number in record.values.items()}
 
 
 def _parts_that_differ(reference: DrillRecord, record: DrillRecord) -> Iterator[str]:
     """Yield the parts that differ, as texts for `describe`.
 
-    ``position`` alone where the records are of different positions. Else the key (``KIND NAME`` or
-    ``gradients``) of each digest that both records have and that differs, and ``loss`` where the
-    values of a step differ.
+    It is ``position`` alone where the records are of different positions. Else it is the key
+    (``KIND NAME`` or ``gradients``) of each digest that both records have and that differs, and
+    ``loss`` where the values of a step differ.
     """
-    if _key(reference) != _key(record):
+    if _position(reference) != _position(record):
         yield "position"
         return
     for digests, expected in ((record.used, reference.used), (record.state, reference.state)):
         for part, digest in digests.items():
-            if expected.get(part, digest) != digest:
+            if expected.get(part, digest) != digest:  # a part that the reference lacks is equal
                 yield part
-    if record.at == "step" and _values(reference) != _values(record):
+    if record.at == "step" and _value_texts(reference) != _value_texts(record):
         yield "loss"
 
 
 def _distance(pairs: Sequence[Pair], size: str) -> float | None:
-    """Return the largest relative difference (see `_relative_difference`) in some pairs of records:
-    of the values that both records have, and of their size of the name `size` (``gradients`` or
-    ``weights``). inf where only one number is NaN or infinite; None without numbers. Raise KeyError
-    for a record that lacks the size."""
+    """Return the largest `_relative_difference` in some pairs of records: of the values that both
+    records have, and of the entry `size` of their sizes (``gradients`` or ``weights``). None where
+    there are no numbers. Raise KeyError for a record that lacks the size."""
     distances = []
     for a, b in pairs:
         numbers = [(a.values[name], v) for name, v in b.values.items() if name in a.values]
@@ -258,12 +260,13 @@ def _distance(pairs: Sequence[Pair], size: str) -> float | None:
 
 
 def _is_number(scalar: object) -> bool:
+    """Return whether a value from JSON is a number; True and False are none."""
     return isinstance(scalar, (int, float)) and not isinstance(scalar, bool)
 
 
 def _relative_difference(a: float, b: float) -> float:
-    """Return ``|a - b| / max(|a|, |b|, 1e-3)``: 0 for equal numbers and for two NaN, else inf if
-    one of them is NaN or infinite."""
+    """Return ``|a - b| / max(|a|, |b|, 1e-3)``: 0 for equal numbers and for two NaN; inf for two
+    others if one of them is NaN or infinite."""
     if a == b or (math.isnan(a) and math.isnan(b)):
         return 0.0
     if not (math.isfinite(a) and math.isfinite(b)):
@@ -271,14 +274,15 @@ def _relative_difference(a: float, b: float) -> float:
     return abs(a - b) / max(abs(a), abs(b), 1e-3)  # a loss of nearly nothing is all rounding
 
 
-# -- in words --------------------------------------------------------------------------------
+# -- texts for the user ----------------------------------------------------------------------
 
 
 _PLURAL = ("random", "gradients", "model", "settings")
 
 
 def describe(part: str) -> str:
-    """Return the words for a part, given as ``KIND NAME`` or a kind alone."""
+    """Return a part as text for the user, as "the weights of `model`". `part` is ``KIND NAME``, or
+    a kind alone."""
     kind, _, name = part.partition(" ")
     words = {
         "position": "the place in the epochs",
@@ -294,8 +298,8 @@ def describe(part: str) -> str:
 
 
 def describe_rounding(difference: Difference) -> str:
-    """Return the words for a difference that comes only from another order of sums; its `relative`
-    is known."""
+    """Return a sentence on a difference that comes only from another order of sums; its `relative`
+    must not be None."""
     return (
         f"from step {difference.step} on numbers differ by {difference.relative:.0e} of their size,"
         f" and by {difference.grown or 0:.0e} at the end: the same numbers were added up in another"
@@ -304,10 +308,11 @@ def describe_rounding(difference: Difference) -> str:
 
 
 def explain(difference: Difference, is_steady: bool, before: str) -> tuple[str, str]:
-    """Return which part differs first and why, in words, and what to do about it.
+    """Return two texts for the user: which part differs first and why, and a hint.
 
-    With `is_steady` the difference is one to the undisturbed run; else it is one between two
-    undisturbed runs. `before` is the disturbance before it, as "killed (SIGKILL) at step 9".
+    With `is_steady` the difference is one to the undisturbed run, and `before` is the disturbance
+    before it, as "killed (SIGKILL) at step 9". Else the difference is one between two undisturbed
+    runs, and `before` is not used.
     """
     part = describe(f"{difference.kind} {difference.name}".strip())
     if not is_steady:
@@ -326,7 +331,8 @@ def explain(difference: Difference, is_steady: bool, before: str) -> tuple[str, 
 
 
 def _reason(difference: Difference) -> tuple[str, str]:
-    """Return at which step a difference shows and why, in words, and what to do about it."""
+    """Return two texts: at which step a difference shows and why, as the end of a sentence; and a
+    hint."""
     step, name = difference.step, difference.name
     if difference.at_start:
         return (

@@ -1,4 +1,4 @@
-"""When and how a drill disturbs a run."""
+"""The disturbances of a drill: at which steps, and how."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ from hpc_ddp.core.process import signal_from_pid_files
 from hpc_ddp.core.run_folder import RunFolder
 
 LEAST_STEPS = 8
-
-
 Disturbance = Callable[[subprocess.Popen[bytes], RunFolder], None]
 
 
@@ -25,18 +23,18 @@ Disturbance = Callable[[subprocess.Popen[bytes], RunFolder], None]
 class Points:
     """The steps at which a run is disturbed."""
 
-    stop: int  # at which the first attempt is stopped politely
-    save: int  # at which the second one saves, so that the third resumes from there
-    kill: int  # at which the second one is killed, and the third while it saves
+    stop: int  # the first attempt is stopped politely at this step
+    save: int  # the second attempt saves at this step, so that the third resumes from it
+    kill: int  # the second attempt is killed at this step, and the third while it saves it
 
 
 @dataclass(frozen=True)
 class Leg:
     """One attempt of the disturbed run.
 
-    `plan` is the recorder's, with the keys of `training.drill.DrilledRun`. `disturbance` ends the
-    attempt, as `name` says in words; None and '': it ends by itself. The attempt has to resume from
-    step `least_step` or a later one.
+    `name` is the disturbance as text, and `disturbance` the function that ends the attempt so; ''
+    and None for an attempt that ends by itself. `plan` is the recorder's, with the keys of
+    `training.drill.DrilledRun`. The attempt has to resume from step `least_step` or a later one.
     """
 
     name: str
@@ -45,13 +43,13 @@ class Leg:
     least_step: int = 0
 
 
-def choose(total: int, epoch_ends: Sequence[int]) -> Points:
-    """Return when to disturb a run of `total` steps, of which those of `epoch_ends` (ascending) end
-    an epoch.
+def choose_points(total: int, epoch_ends: Sequence[int]) -> Points:
+    """Return the steps at which to disturb a run of `total` steps. `epoch_ends` are the steps that
+    end an epoch, ascending.
 
     The stop comes in mid-epoch, after an epoch's end where there is an early one. The save is at
-    the next epoch's end, from which a resume is a case of its own, or else after a quarter of the
-    steps that are left. The kill comes well after the save.
+    the next epoch's end, from which a resume is a case of its own; or, without a next end, after a
+    quarter of the steps that are left. The kill comes some steps after the save.
 
     Raises
     ------
@@ -75,44 +73,47 @@ def choose(total: int, epoch_ends: Sequence[int]) -> Points:
     return Points(stop, save, min(total - 2, save + max(1, (total - save) // 3)))
 
 
-def legs(points: Points, end: int | None) -> list[Leg]:
-    """Return the four attempts of the disturbed run, of which the last one is not disturbed. With
-    `end` each attempt that gets there ends at that step; None: with the script."""
+def make_legs(points: Points, end: int | None) -> list[Leg]:
+    """Return the four attempts of the disturbed run, in order; the last one is not disturbed. With
+    `end` an attempt that reaches this step ends there; with None it ends with the script."""
     plan = {} if end is None else {"end": end}
     to_stop = {**plan, "hold": "stop", "at": points.stop}
     to_kill = {**plan, "hold": "kill", "at": points.kill, "save": points.save}
     in_save = {**plan, "hold": "save", "at": points.kill}
     return [
-        Leg(f"stopped politely (SIGTERM) at step {points.stop}", to_stop, terminate),
-        Leg(f"killed (SIGKILL) at step {points.kill}", to_kill, kill, points.stop),
-        Leg(f"killed while saving step {points.kill}", in_save, kill, points.save),
+        Leg(f"stopped politely (SIGTERM) at step {points.stop}", to_stop, terminate_run),
+        Leg(f"killed (SIGKILL) at step {points.kill}", to_kill, kill_run, points.stop),
+        Leg(f"killed while saving step {points.kill}", in_save, kill_run, points.save),
         Leg("", plan),
     ]
 
 
-def terminate(process: subprocess.Popen[bytes], run: RunFolder) -> None:
-    """Ask a run to stop, by SIGTERM to its launcher, and do not wait for it; `run` is not used."""
+def terminate_run(process: subprocess.Popen[bytes], run: RunFolder) -> None:
+    """Ask a run to stop, by SIGTERM to its launcher `process`, and do not wait for its end; `run`
+    is not used."""
     process.terminate()
 
 
-def kill(process: subprocess.Popen[bytes], run: RunFolder) -> None:
-    """Kill all of a run at once, and wait for the end of its launcher. The launcher comes first, so
-    that no process is left to react, then the workers of the newest attempt. A process that has
-    ended already is no error. Raise OSError where the run's folder can't be read."""
+def kill_run(process: subprocess.Popen[bytes], run: RunFolder) -> None:
+    """Kill all processes of a run at once, and wait for the end of its launcher `process`. The
+    launcher and the supervisors come first, so that none is left to react, then the workers of the
+    newest attempt. A process that has ended already is no error. Raise OSError where the run's
+    folder can't be read."""
     with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)  # its session: launcher and supervisors
+        os.killpg(process.pid, signal.SIGKILL)  # the launcher leads the supervisors' group
     for attempt in run.attempts()[-1:]:
         signal_from_pid_files(attempt.path.glob("*/rank-*.pid"), signal.SIGKILL)
     process.wait()
 
 
-def flip(run: RunFolder) -> str:
+def flip_bit(run: RunFolder) -> str:
     """Flip a bit in the newest published checkpoint, and return the checkpoint's name. The bit is
-    in the middle of the largest file; files that another checkpoint shares count only if there are
-    no others. Raise IndexError without a checkpoint, OSError where the disk refuses."""
+    in the middle of the largest file; a file that another checkpoint shares, by a hard link, is
+    taken only if there is no other. Raise IndexError without a checkpoint, OSError where the disk
+    refuses."""
     newest = checkpoints.published(run.checkpoints)[0]
-    facts = {path: path.stat() for path in newest.iterdir()}
-    path = max(facts, key=lambda path: (facts[path].st_nlink == 1, facts[path].st_size))
+    status = {path: path.stat() for path in newest.iterdir()}
+    path = max(status, key=lambda path: (status[path].st_nlink == 1, status[path].st_size))
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)

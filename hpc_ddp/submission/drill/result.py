@@ -12,11 +12,11 @@ from hpc_ddp.submission.drill.compare import Difference
 
 @dataclass(frozen=True)
 class Row:
-    """A disturbance, in words (`done`), and the outcome of the attempt after it.
+    """A row of the table: a disturbance, as text (`done`), and the outcome of the attempt after it.
 
-    `survived` says whether that attempt went as it has to. `resumed_from` is the step of the
-    checkpoint that it loaded, None where it loaded none; `passed_over` are the damaged checkpoints
-    that it did not load, as ``NAME: problem``.
+    `survived`: the attempt went as it has to. `resumed_from` is the step of the checkpoint that it
+    loaded, None where it loaded none; `passed_over` are damaged checkpoints that it did not load,
+    as ``NAME: problem``. `difference` is the first one to the undisturbed run, None without any.
     """
 
     done: str
@@ -47,13 +47,13 @@ class DrillResult:
 
     @property
     def ok(self) -> bool:
-        """Whether the script resumes right, rounding aside."""
+        """Whether the script resumes right; a difference by rounding counts as right."""
         return self.verdict in ("right", "sums")
 
     def text(self) -> str:
-        """Return the result as a person reads it: a table of disturbances, notes, the verdict, a
-        hint."""
-        lines = [" ".join(cells).rstrip() for cells in _aligned([HEAD, *map(_cells, self.rows)])]
+        """Return the result as lines of text: a table of the disturbances, the notes, the verdict
+        and, if there is one, a hint."""
+        lines = [" ".join(cells).rstrip() for cells in _pad_cells([HEAD, *map(_cells, self.rows)])]
         lines += [f"note: {note}" for note in self.notes]
         name = Path(self.script).name
         verdict = {
@@ -70,7 +70,8 @@ class DrillResult:
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the result for JSON; ``folder`` is None after a good one, which removes it."""
+        """Return the result for JSON, with the attributes and ``ok``. ``folder`` is None for a good
+        result, after which the folder is removed."""
         return {**asdict(self), "ok": self.ok, "folder": str(self.folder) if not self.ok else None}
 
 
@@ -78,7 +79,7 @@ HEAD = ["done", "survived", "went on from", "state"]
 
 
 def _cells(row: Row) -> list[str]:
-    """Return the row of a disturbance, by `HEAD`; the last two cells are '' without a resume."""
+    """Return the cells of a row, in the order of `HEAD`; the last two are '' without a resume."""
     if row.resumed_from is None:
         return [row.done, "yes" if row.survived else "NO", "", ""]
     damaged = ", ".join(text.partition(":")[0] for text in row.passed_over)
@@ -94,7 +95,7 @@ def _cells(row: Row) -> list[str]:
     ]
 
 
-def _aligned(rows: Sequence[list[str]]) -> list[list[str]]:
-    """Return rows with their cells filled up to the width of their column, and one blank more."""
+def _pad_cells(rows: Sequence[list[str]]) -> list[list[str]]:
+    """Return the rows with each cell padded by blanks to one more than its column's width."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [[cell.ljust(n + 1) for cell, n in zip(row, widths, strict=True)] for row in rows]

@@ -14,6 +14,7 @@ from contextlib import suppress
 from filecmp import cmp
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import NoReturn
 
 from hpc_ddp.core.console.progress import ProgressBar
 from hpc_ddp.core.console.terminal import say
@@ -36,24 +37,22 @@ _OF_A_REPOSITORY = {
 GIT = ("git", "-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null")
 
 
-def place(script: Path, run: RunFolder) -> tuple[Path, Path]:
-    """Return the path of the next snapshot of the code around `script`, an absolute path, and the
-    script's path in that snapshot. The snapshot is ``code/<n>`` in the run's folder, with the
-    number behind the newest one's. Nothing is made; git is asked for the work tree."""
-    target = run.code / str(int(newest.name) + 1 if (newest := run.newest_code) else 0)
+def next_place(script: Path, run: RunFolder) -> tuple[Path, Path]:
+    """Return the path of the run's next snapshot, and the path of `script`, an absolute one, in it.
+    The snapshot is ``code/<n>`` in the run's folder, numbered from 0. Nothing is made; git is asked
+    for the script's work tree."""
+    newest = run.newest_code
+    target = run.code / (str(int(newest.name) + 1) if newest else "0")
     return target, target / script.relative_to(_work_tree(script) or script.parent)
 
 
-def take(script: Path, run: RunFolder, exclude: Sequence[str]) -> None:
-    """Copy the code around `script` to its `place`, and note the script's path in the copy; a bar
-    on stderr shows the progress.
+def take_snapshot(script: Path, run: RunFolder, exclude: Sequence[str]) -> None:
+    """Copy the code around `script` to the run's `next_place`, and write the note of the script's
+    path in the copy. A bar on stderr shows the progress.
 
-    The code is the git work tree of the script (tracked files, and untracked ones that are not
-    ignored, also of submodules), or else its folder, without folders of runs. Files of other users
-    are left out, and large weights with which the copy would be too large; a note on stderr names
-    some. Links are copied as links, and lead where they led. Files that match a pattern of
-    `exclude` are left out, except the script. Modules that are left out although the script's own
-    files import them are named on stderr.
+    `select_files` says which files are copied; a script that is not among them is copied, too.
+    Links are copied as links, and lead where they led. Notes on stderr name what is left out, also
+    modules that the script's own files import.
 
     Raises
     ------
@@ -63,12 +62,13 @@ def take(script: Path, run: RunFolder, exclude: Sequence[str]) -> None:
     OSError
         a file can't be read or written; no copy is left then
     """
-    root, names = files(script, run, exclude)
-    target, inside = place(script, run)
+    root, names = select_files(script, run, exclude)
+    target, copy_of_script = next_place(script, run)
+    inside = copy_of_script.relative_to(target)
     with drafted_folder(target) as draft:
         _copy_all(root, names, draft)
-        _copy_script(script, draft / inside.relative_to(target))
-        note_script(target, script, inside.relative_to(target))  # before its copy has the name
+        _copy_script(script, draft / inside)
+        note_script(target, script, inside)  # before the end of the block, which renames the draft
     for name in _uncopied_modules(script, root, set(names)):
         say(
             f"note: the copy of the code leaves out {name}, which the script imports (a file that"
@@ -85,19 +85,21 @@ def _copy_all(root: Path, names: Sequence[str], target: Path) -> None:
             if copy.parent not in folders:
                 copy.parent.mkdir(parents=True, exist_ok=True)
                 folders.add(copy.parent)
-            _copy(root / name, copy, root)
+            _copy_file(root / name, copy, root)
             progress.add(1)
 
 
 def _copy_script(script: Path, copy: Path) -> None:
-    """Copy a script that git ignores, or that is excluded, to `copy`; a module may have no file."""
+    """Copy the script to `copy` unless that exists: git may ignore the script, or the user exclude
+    it. A script without a file (of a module) is passed over."""
     if script.is_file() and not copy.exists():
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(script, copy)
 
 
-def _copy(path: Path, copy: Path, root: Path) -> None:
-    """Copy a file of the code in `root`; a relative link that leads out becomes an absolute one."""
+def _copy_file(path: Path, copy: Path, root: Path) -> None:
+    """Copy a file or link of the code in `root`. A link that leads out of `root` becomes absolute,
+    so that it leads where it led."""
     if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(root.resolve()):
         copy.symlink_to(path.parent.resolve() / path.readlink())
     else:
@@ -105,10 +107,10 @@ def _copy(path: Path, copy: Path, root: Path) -> None:
 
 
 def _uncopied_modules(script: Path, root: Path, copied: Set[str]) -> list[str]:
-    """Return the files, relative to `root`, of those modules that `script` or a copied module of
-    its own imports and that are not among `copied` (names relative to `root`). A file that can't be
-    parsed is passed over."""
-    names: dict[str, None] = {}
+    """Return the files, relative to `root`, of those modules that are not among `copied` (names
+    relative to `root`) and that `script`, or a copied module that it needs, imports. A file that
+    can't be parsed is passed over."""
+    names: dict[str, None] = {}  # an ordered set
     entered, paths = {script}, [script]
     while paths:
         path = paths.pop()
@@ -118,7 +120,8 @@ def _uncopied_modules(script: Path, root: Path, copied: Set[str]) -> list[str]:
             continue
         for module in _modules_of(tree, path, [*dict.fromkeys((script.parent, root))]):
             name = os.path.relpath(module, root)
-            if copied.isdisjoint([name, *map(str, Path(name).parents)]):  # or below a link
+            # A file below a linked folder is not among the names, but the link is.
+            if copied.isdisjoint([name, *map(str, Path(name).parents)]):
                 names[name] = None
             elif module not in entered:
                 entered.add(module)
@@ -128,8 +131,8 @@ def _uncopied_modules(script: Path, root: Path, copied: Set[str]) -> list[str]:
 
 def _modules_of(tree: ast.AST, path: Path, folders: Sequence[Path]) -> Iterator[Path]:
     """Yield the files of the modules, and of their packages, that the parsed file at `path`
-    imports, as far as they lie in `folders`; for a relative import the package of `path` takes
-    their place."""
+    imports. They are searched in `folders`, those of a relative import in the package of `path`;
+    other modules are passed over."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names, places = [alias.name for alias in node.names], folders
@@ -140,42 +143,42 @@ def _modules_of(tree: ast.AST, path: Path, folders: Sequence[Path]) -> Iterator[
         else:
             continue
         for name, place in itertools.product(names, places):
-            for part in itertools.accumulate(name.split("."), "{}/{}".format):
+            for part in itertools.accumulate(name.split("."), "{}/{}".format):  # a.b: "a", "a/b"
                 candidates = place / part / "__init__.py", place / f"{part}.py"
                 yield from filter(Path.is_file, candidates)
 
 
-def files(script: Path, run: RunFolder, exclude: Sequence[str]) -> tuple[Path, list[str]]:
-    """Return the top folder of the code of `script`, its git work tree or else its folder, and the
-    names in it of the files that a snapshot copies. Left out with a note are git repositories but
-    submodules, files of others than this user, root and the script's owner, and too large weights.
+def select_files(script: Path, run: RunFolder, exclude: Sequence[str]) -> tuple[Path, list[str]]:
+    """Return the top folder of the script's code, and the names, relative to it, of the files that
+    a snapshot copies. The folder is the script's git work tree (files that git does not ignore,
+    with submodules), else the script's own folder (no hidden folders, caches, environments).
 
-    Parameters
-    ----------
-    run
-        the folder of all runs in which this run lies is left out, and so is any folder of a run
-    exclude
-        patterns of files to leave out, as of `fnmatch`: of names relative to the folder, or of
-        absolute ones without links
+    A note on stderr names what is left out of these: git repositories that are no submodules; files
+    of users other than this user, root and the script's owner; and all large weights if they do not
+    fit together. Files that match a pattern of `exclude` (of `fnmatch`: for names relative to the
+    folder, or absolute paths without links) are left out without a note, and so are the folder of
+    all runs, in which `run` lies, and any folder of a run.
 
     Raises
     ------
     UsageError
-        the files have more than 50 MB, or are more than 20,000 (names the largest); or git can't
-        list them
+        the files have more than 50 MB, or are more than 20,000 (the message names the largest); or
+        git can't list them
     OSError
         a file can't be looked at
     """
     tree, owners = _work_tree(script), _trusted_owners(script)
     root = tree or script.parent
-    names = _git_files(root, run.root, owners) if tree else _plain_files(root, run.root)
+    names = _list_git_files(root, run.root, owners) if tree else _list_plain_files(root, run.root)
     names = _without_runs(root, names)
     return root, list(_select_within_limits(root, names, exclude, owners))
 
 
-def newest(run: RunFolder, script: Path, is_module: bool = False) -> tuple[Path, Path]:
+def find_newest(run: RunFolder, script: Path, is_module: bool = False) -> tuple[Path, Path]:
     """Return the newest snapshot of a run (of a task without one: of its array), and the relative
-    path in it of `script`, an absolute path. With `is_module` no file of that path has to exist.
+    path in it of `script`, an absolute path. The path is the one that the snapshot's note has for
+    this script, else that in the script's work tree. Unless `is_module`, a file has to be there;
+    else the longest end of the script's path that is a file of the snapshot is returned.
 
     Raises
     ------
@@ -183,15 +186,15 @@ def newest(run: RunFolder, script: Path, is_module: bool = False) -> tuple[Path,
         there is no snapshot, or no such script in it
     """
     newest_code = run.newest_code
-    noted = read_json(_place_of_script(newest_code)) if newest_code else {}
-    # The folder may have another name by now, or no .git.
-    if noted.get("script") == str(script) and "inside" in noted:
-        likely = Path(noted["inside"])
+    note = read_json(_note_of_script(newest_code)) if newest_code else {}
+    # The note comes first: the work tree may have another name by now, or no .git.
+    if note.get("script") == str(script) and "inside" in note:
+        likely = Path(note["inside"])
     else:
         likely = script.relative_to(_work_tree(script) or script.parent)
     if newest_code and is_module:
         return newest_code, likely
-    # In another work tree by now: then the longest end of the script's path counts.
+    # The script may lie in another work tree by now.
     ends = [likely, *(Path(*script.parts[start:]) for start in range(1, len(script.parts)))]
     inside = next((end for end in ends if newest_code and (newest_code / end).is_file()), None)
     if newest_code is None or inside is None:
@@ -202,14 +205,11 @@ def newest(run: RunFolder, script: Path, is_module: bool = False) -> tuple[Path,
     return newest_code, inside
 
 
-def changed_since(code: Path, inside: Path, script: Path) -> list[str]:
-    """Return the Python files of a snapshot whose live files differ by now, or are gone, by their
-    names in it.
-
-    `inside` is the path of the live `script` in the snapshot `code`. A file that can't be read is
-    passed over.
-    """
-    live = Path(*script.parts[: -len(inside.parts)])
+def find_changed_files(code: Path, inside: Path, script: Path) -> list[str]:
+    """Return the names, relative to the snapshot `code` and sorted by path, of its Python files
+    whose live files differ by now, or are gone. `inside` is the path of the live `script` in the
+    snapshot. A file that can't be read is passed over."""
+    live = Path(*script.parts[: -len(inside.parts)])  # the folder that the snapshot is a copy of
     changed = []
     for path in sorted(code.rglob("*.py")):
         name = path.relative_to(code)
@@ -220,20 +220,20 @@ def changed_since(code: Path, inside: Path, script: Path) -> list[str]:
 
 
 def note_script(code: Path, script: Path, inside: Path) -> None:
-    """Write a file beside the snapshot `code` that says where in it a script lies: `script` is the
+    """Write a note beside the snapshot `code` with the place of its script: `script` is the
     script's absolute path, `inside` its path in the snapshot. Raise OSError where the disk
     refuses."""
-    write_json(_place_of_script(code), {"script": str(script), "inside": str(inside)})
+    write_json(_note_of_script(code), {"script": str(script), "inside": str(inside)})
 
 
-def _place_of_script(code: Path) -> Path:
-    """Return the path of the file beside a snapshot that `note_script` writes."""
+def _note_of_script(code: Path) -> Path:
+    """Return the path of the note that `note_script` writes."""
     return code.with_name(f".script-{code.name}")
 
 
-def _git(folder: Path, *words: str) -> subprocess.CompletedProcess[bytes]:
-    """Call git in a folder and return the ended process, with its output; git fetches nothing from
-    a remote. Raise FileNotFoundError without git."""
+def _call_git(folder: Path, *words: str) -> subprocess.CompletedProcess[bytes]:
+    """Call git in a folder, and return the ended process with its output, also after an error of
+    git; git fetches nothing from a remote. Raise FileNotFoundError without git."""
     # To fetch a missing object of a partial clone, git would run the repository's sshCommand.
     env = {n: text for n, text in os.environ.items() if n not in _OF_A_REPOSITORY}
     env["GIT_ALLOW_PROTOCOL"] = "none"
@@ -241,26 +241,27 @@ def _git(folder: Path, *words: str) -> subprocess.CompletedProcess[bytes]:
 
 
 def _work_tree(script: Path, owners: Set[int] = frozenset()) -> Path | None:
-    """Return the git work tree that `script` lies in, by the script's own path: a home may be a
-    link. None without one, without git, where git refuses, where a link from outside leads below
-    the tree's top, and where the tree has the user's home in it, whose keys are no code. None also
-    where the tree, its ``.git`` or the folder to which that leads belongs to a user who is not
-    among the `owners` (empty: the script's trusted ones): another user could make a tree above the
-    user's folder, as in /scratch, and decide what belongs to it."""
+    """Return the top of the git work tree that `script` lies in, as a parent of the script's own
+    path (a home may be a link). Return None without git or a work tree, where git refuses, where a
+    link from outside leads below the tree's top, and for a tree that has the user's home in it.
+    None also where the tree, its ``.git`` or the folder to which ``.git`` leads belongs to a user
+    who is not among the `owners` (empty: `_trusted_owners`): another user could make a tree above
+    the user's folder, as in /scratch, and decide which files belong to it."""
     try:
         top, git_folder = (
-            _git(script.parent, "rev-parse", word) for word in ("--show-toplevel", "--git-dir")
+            _call_git(script.parent, "rev-parse", word) for word in ("--show-toplevel", "--git-dir")
         )
     except FileNotFoundError:
         return None
     if top.returncode or git_folder.returncode:
         return None
-    tree, settings = (
-        script.parent / os.fsdecode(done.stdout.removesuffix(b"\n")) for done in (top, git_folder)
+    real_root, settings = (
+        script.parent / os.fsdecode(ended.stdout.removesuffix(b"\n")) for ended in (top, git_folder)
     )
-    roots = (folder for folder in script.parents if os.path.realpath(folder) == str(tree))
+    roots = (folder for folder in script.parents if os.path.realpath(folder) == str(real_root))
+    # A user without a home ("~" stays) counts as one with "/" as the home.
     home = os.path.realpath(os.path.expanduser("~")) if os.path.expanduser("~") != "~" else "/"
-    if not (root := next(roots, None)) or Path(home).is_relative_to(tree):
+    if not (root := next(roots, None)) or Path(home).is_relative_to(real_root):
         return None
     marks = [path for path in (root, root / ".git", settings) if os.path.lexists(path)]
     present = {mark.lstat().st_uid for mark in marks} | {settings.stat().st_uid}
@@ -269,47 +270,49 @@ def _work_tree(script: Path, owners: Set[int] = frozenset()) -> Path | None:
 
 def _trusted_owners(script: Path) -> set[int]:
     """Return the ids of the users whose files beside `script` count as the user's code: this user,
-    root, and the script's owner, whose code runs in any case. Some disks give all files to one
-    user."""
+    root, and the script's owner, whose code runs in any case."""
     owners = {os.geteuid(), ROOT}
     with suppress(OSError):  # of a module that has no file
         owners.add(script.stat().st_uid)
     return owners
 
 
-def _git_files(root: Path, runs: Path, owners: Set[int]) -> Iterator[str]:
+def _list_git_files(root: Path, runs: Path, owners: Set[int]) -> Iterator[str]:
     """Yield the files of the work tree `root`, relative to it: tracked ones, and untracked ones
-    that are not ignored and not in the folder of the `runs`; also those of the `owners`'
-    submodules. Other git repositories in it are named on stderr. A tracked file may be gone; one in
-    conflict comes several times. Raise UsageError where git refuses."""
+    that are neither ignored nor in `runs`, the folder of all runs; also the files of submodules,
+    except those of users besides the `owners`. Notes on stderr name other git repositories in the
+    tree. A tracked file may be gone; a file in conflict comes several times. Raise UsageError where
+    git refuses."""
     words = ["ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     runs, top = (Path(os.path.realpath(folder)) for folder in (runs, root))
     if runs.is_relative_to(top) and runs != top:
+        # The signs that have a meaning in .gitignore are quoted.
         pattern = re.sub(r"([*?\[\\ ])", r"\\\1", str(runs.relative_to(top)))
         words.append(f"--exclude=/{pattern}/")
-    done = _git(root, *words)
-    if done.returncode:
-        reason = done.stderr.decode(errors="replace").strip().partition("\n")[0]
+    listing = _call_git(root, *words)
+    if listing.returncode:
+        reason = listing.stderr.decode(errors="replace").strip().partition("\n")[0]
         raise UsageError(
             f"git can't list the files of {root}: {reason}", hint=f"git -C {root} status"
         )
-    for name in map(os.fsdecode, filter(None, done.stdout.split(b"\0"))):
-        tree = root / name
+    for name in map(os.fsdecode, filter(None, listing.stdout.split(b"\0"))):
+        path = root / name
         if name.endswith("/"):  # a clone that is no submodule, or a work tree
             say(f"note: the copy of the code leaves out {name}, a git repository of its own")
-        elif not (tree / ".git").exists() or tree.is_symlink():
+        elif not (path / ".git").exists() or path.is_symlink():
             yield name
-        elif _work_tree(tree / ".git", owners):
-            yield from (os.path.join(name, inside) for inside in _git_files(tree, runs, owners))
+        elif _work_tree(path / ".git", owners):  # a submodule
+            for inside in _list_git_files(path, runs, owners):
+                yield os.path.join(name, inside)
 
 
-def _plain_files(root: Path, runs: Path) -> Iterator[str]:
-    """Walk the folder `root` without git; yield its files relative to it, without those in hidden
-    folders, caches, environments and the folder of the `runs`. Links to folders come as files, and
-    a folder that can't be listed is left out."""
+def _list_plain_files(root: Path, runs: Path) -> Iterator[str]:
+    """Walk the folder `root` without git; yield its files relative to it, except files in hidden
+    folders, caches, environments and `runs`, the folder of all runs. Links to folders come as
+    files, and a folder that can't be listed is left out."""
     for folder, folders, files in os.walk(root):
         parent = Path(folder)
-        folders[:] = [
+        folders[:] = [  # in place: os.walk enters the folders that remain
             name
             for name in sorted(folders)
             if not name.startswith(".")
@@ -325,7 +328,7 @@ def _plain_files(root: Path, runs: Path) -> Iterator[str]:
 def _without_runs(root: Path, names: Iterable[str]) -> Iterator[str]:
     """Yield those of the names, relative to `root`, that lie in no folder of a run: a script that
     is started by hand has its runs in ``runs``, beside it."""
-    is_run: dict[Path, bool] = {}
+    is_run: dict[Path, bool] = {}  # of each folder, so that it is looked at once
     for name in names:
         for folder in Path(name).parents:
             if folder not in is_run:
@@ -340,16 +343,12 @@ def _select_within_limits(
 ) -> dict[str, int]:
     """Return the size in bytes of each file to copy, by its name relative to `root`.
 
-    Files that match a pattern of `exclude` are left out, and so is all that is no file and no link.
-    Files and links of users besides the `owners` are left out with a note on stderr, and so are all
-    large weights if they do not fit together.
+    Left out are files that match a pattern of `exclude`, files that are gone, and all that is no
+    file and no link. Left out with a note on stderr are files and links of users besides the
+    `owners`, and all large weights if they do not fit together.
 
-    Raises
-    ------
-    UsageError
-        the files have more than 50 MB, or are more than 20,000: as soon as that is seen
-    OSError
-        a file can't be looked at
+    Raise UsageError as soon as the files without the weights have more than 50 MB, or are more than
+    20,000; OSError where a file can't be looked at.
     """
     real_root = root.resolve()
     sizes: dict[str, int] = {}
@@ -377,8 +376,8 @@ def _select_within_limits(
         sizes[name] = size
         total += size
         if len(sizes) > LIMIT_FILES or total > LIMIT_BYTES:
-            _refuse(root, sizes)
-    for name, uid in [*foreign.items()][:1]:
+            _refuse_size(root, sizes)
+    for name, uid in [*foreign.items()][:1]:  # one is an example
         say(
             f"note: the copy of the code leaves out {name} of {user_name(uid)}; files of other"
             f" users: {len(foreign)}; --no-snapshot runs the live code, with them"
@@ -389,7 +388,7 @@ def _select_within_limits(
     return sizes
 
 
-def _refuse(root: Path, sizes: dict[str, int]) -> None:
+def _refuse_size(root: Path, sizes: dict[str, int]) -> NoReturn:
     """Raise UsageError that the code is too large, with the three largest files; `sizes` are bytes
     by name, relative to `root`, one or more."""
     raise UsageError(

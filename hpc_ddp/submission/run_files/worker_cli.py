@@ -13,8 +13,9 @@ _OF_RUN = {_LIB, os.environ.get("HPC_DDP_CODE", _LIB)}
 
 
 def hand_over() -> None:
-    """Import the installed commands in place of this package, and take the run's library and code
-    out of PYTHONPATH, which their processes get. Raise SystemExit where none are installed."""
+    """Import the installed ``hpc_ddp.cli`` in place of this package. The run's library and code are
+    taken out of ``sys.path``, and of PYTHONPATH for the commands' processes; all modules of hpc_ddp
+    are forgotten. End with an error and a hint (SystemExit) where no commands are installed."""
     folders = os.environ.get("PYTHONPATH", "").split(":")
     os.environ["PYTHONPATH"] = ":".join(path for path in folders if path not in _OF_RUN)
     sys.path[:] = [path for path in sys.path if path not in _OF_RUN]
@@ -30,5 +31,5 @@ def hand_over() -> None:
         )
 
 
-if os.path.exists(os.path.join(_LIB, "node.py")):  # not in hpc-ddp itself
+if os.path.exists(os.path.join(_LIB, "node.py")):  # in a run's library; not in hpc-ddp itself
     hand_over()

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from hpc_ddp.core.errors import UsageError, closest
 from hpc_ddp.core.job.options import JobSpec
@@ -19,23 +20,22 @@ DEFAULT_TOOL = "apptainer"
 
 @dataclass(frozen=True)
 class Entry:
-    """How a job's processes enter their container. `command` has the words before the command on
-    each node; `srun` and `sbatch` have raw options of srun and sbatch. All are empty for a job
-    without a container."""
+    """How a job's processes enter their container. `command` has the words that stand before the
+    job's command on each node; `srun` and `sbatch` have raw options, ``--name=value``, of srun and
+    sbatch. All are empty for a job without a container."""
 
     command: tuple[str, ...] = ()
     srun: tuple[str, ...] = ()
     sbatch: tuple[str, ...] = ()
 
 
-def entry(spec: JobSpec, run: Path, code: Path) -> Entry:
-    """Return how the processes of `spec` enter the container that it names; an empty entry where it
-    names none.
+def make_entry(spec: JobSpec, run: Path, code: Path) -> Entry:
+    """Return how the processes of a job enter its container; an empty entry for a job without one.
 
     ``container`` is the whole command, split as by a shell. For an ``image`` the file of
-    ``container-tool`` is filled in: with the user's options; with the tool's own options for GPUs,
-    where the job has GPUs and the user names no such option; and with mounts of the folders `run`
-    and `code` and of the working directory, under their own paths (see `_mounts`).
+    ``container-tool`` is filled in: with the user's options, with the tool's own options for GPUs
+    (`_gpu_options`), and with mounts of the folders `run` and `code` and of the working directory,
+    under their own paths (see `_mounts`).
 
     Raises
     ------
@@ -45,46 +45,57 @@ def entry(spec: JobSpec, run: Path, code: Path) -> Entry:
     """
     if not spec.image:
         return Entry(command=tuple(shlex.split(spec.container or "")))
-    data = read_toml(_file(spec.container_tool or DEFAULT_TOOL))
-    paths = list(dict.fromkeys(str(path) for path in (run, code, Path(spec.chdir))))
-    outer = list(_mounts(paths))
-    if bad := next((path for path in outer if set(path) & set(",:")), None):
+    tool = read_toml(_file_of_tool(spec.container_tool or DEFAULT_TOOL))
+    folders = list(_mounts([*dict.fromkeys(map(str, (run, code, Path(spec.chdir))))]))
+    if bad := next((folder for folder in folders if set(folder) & set(",:")), None):
         raise UsageError(
             f"the folder {bad!r} can't be mounted: its name has a comma or a colon",
             hint="rename it, or say the whole command: --container 'apptainer exec …'",
         )
-    values, options = {"image": spec.image, "workdir": spec.chdir}, list(spec.container_options)
+    texts = {"image": spec.image, "workdir": spec.chdir}
+    lists = {"{gpu}": _gpu_options(spec, tool), "{options}": [*spec.container_options]}
+    mount = tool.get("mount", "")
+    if isinstance(mount, list):  # the words of an option for each folder
+        lists["{mounts}"] = [word.format(path=path) for path in folders for word in mount]
+    else:  # a part of one option for all folders
+        texts["mounts"] = ",".join(mount.format(path=path) for path in folders)
+    options = {option.partition("=")[0] for option in (*spec.container_options, *spec.srun)}
+    parts = (tool.get(part, []) for part in ("command", "srun", "sbatch"))
+    return Entry(*(tuple(_fill_words(words, texts, lists, options)) for words in parts))
+
+
+def _gpu_options(spec: JobSpec, tool: Mapping[str, Any]) -> list[str]:
+    """Return a tool's own options for the vendor of the job's GPUs; [] for a job without GPUs, and
+    where the user sets such an option. `tool` is the content of the tool's file."""
+    if not spec.gpu_count or {*spec.container_options} & {*tool.get("gpu_or", [])}:
+        return []
+    # AMD's names of types, as mi250.
     is_amd = spec.gpu_vendor == "amd" or re.match(r"mi\d", spec.gpu_type or "", re.I)
-    gpu = data.get("gpu-amd" if is_amd and "gpu-amd" in data else "gpu", [])
-    has_gpu_option = not spec.gpu_count or {*options} & {*data.get("gpu_or", [])}
-    lists = {"{gpu}": [] if has_gpu_option else gpu, "{options}": options}
-    mount = data.get("mount", "")
-    if isinstance(mount, list):  # an option for each
-        lists["{mounts}"] = [word.format(path=path) for path in outer for word in mount]
-    else:
-        values["mounts"] = ",".join(mount.format(path=path) for path in outer)
+    options: list[str] = tool.get("gpu-amd" if is_amd and "gpu-amd" in tool else "gpu", [])
+    return options
 
-    names = [option.partition("=")[0] for option in (*options, *spec.srun)]
 
-    def filled(words: list[str]) -> tuple[str, ...]:
-        """Return the `words` of a tool's file with their fields filled in. A word that stands for a
-        list becomes the list's words. The tool's option for the working directory is left out where
-        the user sets the same option."""
-        filled_in: list[str] = []
-        for word in words:
-            if word in lists:
-                filled_in += lists[word]
-            elif not (word.endswith("={workdir}") and word.partition("=")[0] in names):
-                filled_in.append(word.format(**values))
-        return tuple(filled_in)
-
-    return Entry(*(filled(data.get(part, [])) for part in ("command", "srun", "sbatch")))
+def _fill_words(
+    words: Sequence[str],
+    texts: Mapping[str, str],
+    lists: Mapping[str, Sequence[str]],
+    user_options: Set[str],
+) -> Iterator[str]:
+    """Yield the words of a tool's file, filled in. A word that is a key of `lists` (``{gpu}``)
+    becomes the list's words; a field inside a word (``--pwd={workdir}``) becomes its text of
+    `texts`. The tool's option for the working directory is left out where it is among the names of
+    the `user_options`."""
+    for word in words:
+        if word in lists:
+            yield from lists[word]
+        elif not (word.endswith("={workdir}") and word.partition("=")[0] in user_options):
+            yield word.format(**texts)
 
 
 def _mounts(paths: Sequence[str]) -> Iterator[str]:
-    """Yield the folders to mount, so that all of `paths` can be reached. A folder below another one
-    needs no mount of its own; where a link on its path leads out of the other folders, the link's
-    target is yielded."""
+    """Yield the folders to mount, so that all of `paths` can be reached. A folder below another of
+    `paths` needs no mount of its own; but where its real path lies in none of the folders above it,
+    as behind a link, the real path is yielded."""
     for path in paths:
         above = [parent for parent in paths if Path(parent) in Path(path).parents]
         target = Path(os.path.realpath(path))
@@ -94,7 +105,7 @@ def _mounts(paths: Sequence[str]) -> Iterator[str]:
             yield str(target)
 
 
-def _file(tool: str) -> Path:
+def _file_of_tool(tool: str) -> Path:
     """Return the file of a container tool. Raise UsageError for an unknown tool; the message names
     the known ones."""
     files = {path.stem: path for path in (folder("templates") / "containers").glob("*.toml")}

@@ -15,7 +15,7 @@ from hpc_ddp.core.job.slurm_options import split_raw
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.submission.settings.operators import comment_pairs
 
-# Fields of a name of Slurm's output, as the batch script knows them.
+# The fields that Slurm fills into the name of an output file, as words of the batch script.
 _FIELDS = {
     "%j": "$SLURM_JOB_ID",
     "%x": "$SLURM_JOB_NAME",
@@ -23,15 +23,13 @@ _FIELDS = {
     "%a": "${SLURM_ARRAY_TASK_ID-}",
     "%u": "$SLURM_JOB_USER",
     "%N": "$SLURMD_NODENAME",
-    "%J": "$SLURM_JOB_ID",  # this and the next three: as Slurm fills them in for a batch script
+    "%J": "$SLURM_JOB_ID",  # from here on: the values that Slurm uses for a batch script
     "%t": "0",
     "%n": "0",
     "%s": "batch",
     "%%": "%",
 }
-
-
-_PADDED = re.compile(r"%0*([1-9]\d?)([AaJjnt])", re.A)  # a number, with its width
+_PADDED = re.compile(r"%0*([1-9]\d?)([AaJjnt])", re.A)  # a field with a width, as %4j
 
 
 def header_pairs(spec: JobSpec, run: RunFolder, more: Sequence[str] = ()) -> list[tuple[str, str]]:
@@ -42,33 +40,35 @@ def header_pairs(spec: JobSpec, run: RunFolder, more: Sequence[str] = ()) -> lis
     the user has one, also in SBATCH_COMMENT. Raise UsageError for a raw option of another form, and
     for one that hpc-ddp refuses.
     """
+    # Slurm's warning comes within the last tenth of the time (without a limit: of an hour).
     warn_s = min(spec.warn_s, (spec.time_min_s or spec.time_s or 3600) // 10)
     pairs = directives(replace(spec, sbatch=(*spec.sbatch, *more)))
+    # Also for Slurm's own requeues, as after the loss of a node.
     is_requeued = spec.continue_by == "requeue" and spec.max_requeues != 0
-    continues = "requeue" if is_requeued else "no-requeue"  # Slurm does so by itself, too
+    requeue_flag = "requeue" if is_requeued else "no-requeue"
     return [
         *pairs,
-        # For a range of nodes Slurm would then give the least, since it counts tasks.
+        # Not for a range of nodes, of which Slurm would give the least: it counts tasks then.
         *([("ntasks-per-node", str(spec.tasks_per_node))] if isinstance(spec.nodes, int) else []),
         ("output", output_file(spec, run)),
         ("open-mode", "append"),
         *comment_pairs((*spec.sbatch, *more)),
         *_export_pairs(spec, dict(pairs)),
         *([("no-kill", "")] if spec.elastic else []),
-        # Slurm would pass on the login shell's limits, of CPU time and open files above all. A
-        # node's own limit of core files may be none, and each crash would write the memory's size.
+        # By default Slurm passes on all limits of the login shell, as of CPU time and open files.
+        # Only that of core files is passed on: a node may have none, and each crash would then
+        # write a file of the memory's size.
         *([] if "propagate" in dict(pairs) else [("propagate", "CORE")]),
-        # With --sbatch=--requeue=expedite it is there already.
-        *([] if continues in dict(pairs) else [(continues, "")]),
+        # The user may have set it with a value: --sbatch=--requeue=expedite.
+        *([] if requeue_flag in dict(pairs) else [(requeue_flag, "")]),
         ("signal", f"B:USR2@{warn_s}"),
     ]
 
 
 def _export_pairs(spec: JobSpec, options: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Return a pair for ``--export`` that adds the names of ``--env NAME``, as a list; [] where no
-    pair is needed. One is needed where the ``--export`` of the job's `options`, or else
-    SBATCH_EXPORT, would keep a variable from the job. The variables' values are not written
-    anywhere."""
+    """Return a pair for ``--export`` with the names of ``--env NAME`` added, as a list of one; []
+    where no pair is needed. A pair is needed where the ``--export`` of the job's `options`, or else
+    SBATCH_EXPORT, would keep a variable from the job. The pair has no values of variables."""
     words = (options.get("export") or os.environ.get("SBATCH_EXPORT") or "ALL").split(",")
     present = {word.partition("=")[0] for word in words}
     names = [name for name in spec.env_names if name not in present]
@@ -80,12 +80,14 @@ def _export_pairs(spec: JobSpec, options: Mapping[str, str]) -> list[tuple[str, 
 
 
 def output_word(pattern: str, chdir: str) -> str:
-    """Return the path of ``--output`` or ``--error`` as a word for bash. Slurm's fields, as ``%j``,
-    become variables, and as ``%4j`` with zeros before it; a relative path lies in the working
-    directory `chdir`: ``out-%j.txt`` in /w is ``/w/out-"$SLURM_JOB_ID".txt``.
+    """Return `pattern`, the value of ``--output`` or ``--error``, as the word of bash for the
+    file's path: ``out-%j.txt`` in /w is ``/w/out-"$SLURM_JOB_ID".txt``. Fields of Slurm's become
+    variables; a field with a width, as ``%4j``, becomes a number with zeros in front. A relative
+    path lies in the working directory `chdir`.
 
     Raise UsageError for a field of Slurm's that is not in `_FIELDS`.
     """
+    # Texts at even indexes, fields between them at odd ones.
     parts = re.split(r"(%(?:\d+\w|.?))", str(Path(chdir, pattern)))
     unknown = [f for f in parts[1::2] if f not in _FIELDS and not _PADDED.fullmatch(f)]
     if unknown:
@@ -99,22 +101,23 @@ def output_word(pattern: str, chdir: str) -> str:
 
 
 def _field_word(field: str) -> str:
-    """Return a field of Slurm's as a word for bash."""
+    """Return a field of Slurm's as a word for bash, ``%j`` as ``"$SLURM_JOB_ID"``. The field is a
+    known one: of `_FIELDS`, or such a one with a width."""
     if padded := _PADDED.fullmatch(field):
         return f'"$(printf %0{padded[1]}d "{_FIELDS["%" + padded[2]]}")"'
     return f'"{_FIELDS[field]}"'
 
 
 def output_file(spec: JobSpec, run: RunFolder) -> str:
-    """Return the path of the job's output in the form of ``--output``: a ``%`` of the run's path is
-    doubled. For an array ``%a``, the index of the task, is put in."""
+    """Return the path of the job's output in the form of ``--output``: a ``%`` in the run's path is
+    doubled, and for an array ``-%a``, the index of the task, stands before ``.out``."""
     path = str(run.slurm_out).replace("%", "%%")
     return f"{path.removesuffix('.out')}-%a.out" if spec.array else path
 
 
 def directives(spec: JobSpec) -> list[tuple[str, str]]:
-    """Return the (option, value) pairs for sbatch that the user's settings make, raw options last.
-    Options are without dashes; a flag's value is ''. Raise UsageError for a raw option that
+    """Return the (option, value) pairs for sbatch that the settings of a job stand for, raw options
+    last. Options are without dashes; a flag's value is ''. Raise UsageError for a raw option that
     `split_raw` refuses."""
     pairs = [("job-name", spec.job_name)]
     for name, declared in OPTIONS.items():
@@ -144,11 +147,10 @@ def _gpu_request(spec: JobSpec) -> list[tuple[str, str]]:
 
 
 def sbatch_line(name: str, value: str) -> str:
-    """Return the ``#SBATCH`` line of an option; a flag's value is ''. A value is quoted where it
-    has to be: sbatch splits the line at blanks, and interprets both quotes and backslash.
-
-    The value has no line breaks: `JobSpec` refuses them.
-    """
+    """Return the ``#SBATCH`` line of an option, its name without dashes; a flag's value is ''. A
+    value is quoted where needed: sbatch splits the line at blanks, and interprets both kinds of
+    quotes and the backslash. A value with a line break must not be given: `JobSpec` refuses such
+    values."""
     if not value:
         return f"#SBATCH --{name}"
     if not re.fullmatch(r"[\w./:,@%+=\[\]&|*()<>-]+", value):

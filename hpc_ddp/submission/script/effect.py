@@ -1,7 +1,7 @@
-"""Whether the user's settings have an effect, and which options ``without`` takes out of a job.
+"""Checks that the user's settings have an effect; which options ``without`` takes out of a job.
 
-An option or a variable that is accepted, and then loses against one of hpc-ddp's own, would be lost
-without a word. `check_effect` finds all such cases.
+An option or a variable that is accepted, and is then replaced by one of hpc-ddp's own, would be
+lost in silence. `check_effect` refuses such options and variables.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ from hpc_ddp.submission.script.directives import directives
 
 Pair = tuple[str, str]  # an option of sbatch or srun without dashes, and its value
 
-# Options of which a job has one at most, or that undo each other: the last one of a family counts.
+# Options that exclude each other: the last one of a family counts.
 _FAMILIES = (
     {"requeue", "no-requeue"},
     {"mem", "mem-per-cpu", "mem-per-gpu"},
     {"exclusive", "oversubscribe"},
     {"gpus-per-node", "gres"},
 )
-# All values of these count: pyxis adds them up, and hpc-ddp's export repeats the user's.
+# An earlier value of these is not lost: pyxis adds values up, and hpc-ddp's export repeats the
+# user's.
 _ADDED = ("container-mounts", "container-env", "export")
-# In place of an option that hpc-ddp sets itself, the user is told to use this.
+# For the hint: what the user can do in place of an option that hpc-ddp sets itself.
 _INSTEAD = {
     "output": "--output out-%j.txt, a link to it",
     "open-mode": "nothing: the output is appended to",
@@ -49,17 +50,17 @@ _NOT_IN_AN_ALLOCATION = (
 
 
 def check_effect(spec: JobSpec, header: Sequence[Pair], srun: Sequence[Pair]) -> None:
-    """Check that each request of the user's has its effect. `header` and `srun` are all options of
+    """Refuse a job of which a request would have no effect. `header` and `srun` are all options of
     sbatch and of the step's srun, in the order in which they are written.
 
     Raises
     ------
     UsageError
         an array is to run in an allocation; a later option overrides one of the user's (a raw
-        option may override a raw one, as the job's does a site's); an option of the container is
-        one that hpc-ddp sets for the step; a variable of ``env`` is hpc-ddp's or Slurm's, or can't
-        be passed on from this shell; or an array of ``expand`` stands within a text. The hint says
-        what to use instead.
+        option may override a raw one: so the job's overrides the site's); an option of the
+        container is one that hpc-ddp sets for the step; a variable of ``env`` is hpc-ddp's or
+        Slurm's, or can't be passed on from this shell; or an array of bash in ``expand`` stands
+        within a text. The hint says what to use instead
     """
     if spec.array and spec.backend == "salloc":
         raise UsageError(
@@ -70,6 +71,17 @@ def check_effect(spec: JobSpec, header: Sequence[Pair], srun: Sequence[Pair]) ->
     _check_pairs("sbatch", [*declared, *raw], header, raw)
     _check_pairs("srun", as_pairs(spec.srun), srun, as_pairs(spec.srun))
     _check_container_options([pair for pair in as_pairs(spec.container_options) if pair in srun])
+    _check_variables(spec)
+    if name := misplaced_array([*spec.env.values()], spec.args, spec.expand):
+        raise UsageError(
+            f"{name} stands within a text; accepted: an argument that is ${{{name}}} alone",
+            hint=f"train.py '${{{name}}}'",
+        )
+
+
+def _check_variables(spec: JobSpec) -> None:
+    """Raise UsageError for a variable of ``env``, by value or by name, that is set by hpc-ddp or
+    Slurm, and for one by name that is an outer job's in this shell."""
     for name in (*spec.env, *spec.env_names):
         if is_of_hpc_ddp(name, spec.launcher):
             raise UsageError(
@@ -87,21 +99,17 @@ def check_effect(spec: JobSpec, header: Sequence[Pair], srun: Sequence[Pair]) ->
                 f"variable {name} of this shell does not reach the job: it may be an outer job's",
                 hint=f"--env {name}=VALUE; for an option of srun: --srun=--NAME=VALUE",
             )
-    if name := misplaced_array([*spec.env.values()], spec.args, spec.expand):
-        raise UsageError(
-            f"{name} stands within a text; accepted: an argument that is ${{{name}}} alone",
-            hint=f"train.py '${{{name}}}'",
-        )
 
 
-def without_effect(spec: JobSpec) -> list[str]:
-    """Return warnings, a sentence each, about settings that are accepted and have no effect, or
-    another effect than they say: options of no use to the back-end, a notice that comes later than
-    asked for, set-up lines that hpc-ddp overrides, and ``--sbatch`` for GPUs with one worker on a
-    node."""
+def find_ineffective(spec: JobSpec) -> list[str]:
+    """Return warnings, a sentence each, about settings that are accepted, and have no effect or
+    another one than the user expects: options of no use to the back-end, a notice that comes later
+    than asked for, set-up lines that hpc-ddp overrides, and ``--sbatch`` for GPUs with one worker
+    on a node."""
     warnings = []
     keys = {"local": _NOT_IN_A_DRY_RUN, "salloc": _NOT_IN_AN_ALLOCATION}.get(spec.backend, ())
     names = [f"--{key}" for key in keys if getattr(spec, key.replace("-", "_"))]
+    # The array of a sweep, which hpc-ddp sets, is played here.
     if names := [name for name in names if not (name == "--array" and spec.sweep)]:
         where = "a dry run" if spec.backend == "local" else "an allocation that is there already"
         warnings.append(f"{', '.join(names)}: no effect in {where}")
@@ -112,6 +120,7 @@ def without_effect(spec: JobSpec) -> list[str]:
             " tenth of the time; --time for more"
         )
     warnings += _line_warnings((*spec.setup, *spec.node_setup), spec.launcher)
+    # --gres asks for other things, too; --gpus, --gpus-per-node and the like for GPUs alone.
     requests = [
         name for name, text in as_pairs(spec.sbatch, SBATCH) if name != "gres" or gpus_of(text)
     ]
@@ -129,9 +138,9 @@ def _line_warnings(lines: Iterable[str], launcher: str) -> list[str]:
     job's `launcher`."""
     warnings = []
     for line in lines:
-        exports = " ".join(re.findall(r"\bexport\s+([^;&|]*)", line))
-        exported = {*re.findall(r"(?:^|\s)([A-Z]\w*)=", exports)}
-        if ours := sorted(name for name in exported if is_of_hpc_ddp(name, launcher)):
+        exports = " ".join(re.findall(r"\bexport\s+([^;&|]*)", line))  # up to the command's end
+        names = {*re.findall(r"(?:^|\s)([A-Z]\w*)=", exports)}
+        if ours := sorted(name for name in names if is_of_hpc_ddp(name, launcher)):
             warnings.append(
                 f"setup sets {', '.join(ours)}, and a worker has hpc-ddp's; --worker-setup for"
                 " lines in each worker"
@@ -155,14 +164,14 @@ def _check_container_options(pairs: Sequence[Pair]) -> None:
 def _check_pairs(
     command: str, requested: Sequence[Pair], final: Sequence[Pair], raw: Collection[Pair]
 ) -> None:
-    """Raise UsageError for a `requested` option that loses against a later one of its name or
-    family in `final`, which has all options of `command` (``sbatch`` or ``srun``).
+    """Raise UsageError for a `requested` option in whose place another one counts: the last of its
+    name or family in `final`, which has all options of `command` (``sbatch`` or ``srun``).
 
-    An option does not lose where the last one is equal, where both are `raw`, or where all values
-    of the option count (`_ADDED`).
+    An option passes where the last one is equal, where both are `raw`, or where all values of the
+    option count (`_ADDED`).
     """
     for name, text in requested:
-        winner = [pair for pair in final if _is_same(pair, (name, text))][-1]
+        winner = [pair for pair in final if _is_rival(pair, (name, text))][-1]
         if name in _ADDED or winner == (name, text) or {winner, (name, text)} <= {*raw}:
             continue
         instead = _INSTEAD.get(name, _INSTEAD.get(winner[0], "leave it out"))
@@ -178,7 +187,7 @@ def _check_pairs(
         )
 
 
-def _is_same(first: Pair, second: Pair) -> bool:
+def _is_rival(first: Pair, second: Pair) -> bool:
     """Return whether two options have the same name, or exclude each other as members of one of the
     `_FAMILIES`. A ``--gres`` without GPUs excludes no request for GPUs."""
     names = {first[0], second[0]}
@@ -192,10 +201,10 @@ def words_of(name: str, text: str) -> set[str]:
     return {f"--{name}", as_raw(name, text)}
 
 
-def without(spec: JobSpec, pairs: Iterable[Pair]) -> list[Pair]:
-    """Return those of `pairs`, options of sbatch or srun, that the job's ``without`` does not take
-    out, by name or with their value. Raise UsageError where ``without`` has an option that the job
-    needs."""
+def keep_options(spec: JobSpec, pairs: Iterable[Pair]) -> list[Pair]:
+    """Return the options of sbatch or srun that remain: `pairs` without those that the job's
+    ``without`` takes out, by name or with their value. Raise UsageError where ``without`` has an
+    option that the job needs."""
     words = {*spec.without}
     names = {word.partition("=")[0] for word in words}
     if needed := next((name for name in _NEEDED if f"--{name}" in names), None):
@@ -207,9 +216,9 @@ def without(spec: JobSpec, pairs: Iterable[Pair]) -> list[Pair]:
     return [pair for pair in pairs if not words_of(*pair) & words]
 
 
-def taken_out_in_vain(spec: JobSpec, pairs: Iterable[Pair], env: Iterable[str]) -> list[str]:
-    """Return the words of ``without`` that name nothing of the job: no option among `pairs`, with
-    or without its value, no variable among the names in `env` nor `OMP`, and no set-up line."""
+def find_unused_words(spec: JobSpec, pairs: Iterable[Pair], env: Iterable[str]) -> list[str]:
+    """Return the words of ``without`` that take nothing out of the job: each names no option of
+    `pairs`, no variable (a name in `env`, or `OMP`) and no set-up line."""
     names = {OMP, *env, *spec.setup, *spec.node_setup, *spec.worker_setup}
     for pair in pairs:
         names |= words_of(*pair)

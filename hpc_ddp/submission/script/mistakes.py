@@ -14,58 +14,78 @@ from pathlib import Path
 from hpc_ddp.core.attempt_env import installed_python
 from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.job.variables import literal_names
-from hpc_ddp.submission.script.effect import without_effect
+from hpc_ddp.submission.script.effect import find_ineffective
 
 
 def find_mistakes(spec: JobSpec) -> list[str]:
-    """Return warnings about probable mistakes in a job, a sentence each: programs `_not_here`, a
-    syntax error of the script where it can be read here, an array instead of a chain, variables
-    that stay as they are, an interface that leads to no other node, and settings
-    `without_effect`."""
-    mistakes = [*_not_here(spec)]
-    file = spec.module_file or spec.program
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            if not spec.no_python:
-                source = file.read_bytes()
-                compile(source, str(file), "exec", dont_inherit=True)
-                if not source.strip():
-                    mistakes.append(f"{file} is empty")
-    except SyntaxError as error:  # the job's Python may be a newer one
-        mistakes.append(f"{file}, line {error.lineno}: {error.msg}")
-    except (OSError, ValueError):
-        pass
-    if (spec.array or "").endswith("%1") and not spec.sweep:
+    """Return warnings about probable mistakes in a job, a sentence each: programs that are
+    `_missing_here`, a syntax error of the script where it can be read here, an array instead of a
+    chain, ``$NAME`` that is not filled in, an interface that leads to no other node, and settings
+    without effect (`find_ineffective`)."""
+    mistakes = [*_missing_here(spec)]
+    if not spec.no_python:
+        mistakes += _source_mistakes(spec.module_file or spec.program)
+    if (spec.array or "").endswith("%1") and not spec.sweep:  # one task at a time
         mistakes.append(
             f"array {spec.array} has runs that begin anew each, one after the other; one run goes"
             " on by itself after its time limit, without an array"
         )
-    # Words of bash -c are the shell's.
-    is_shell = spec.no_python and re.search(r"(^|/)\w*sh$", spec.script)
-    texts = (*(() if is_shell else spec.args), *spec.env.values(), spec.image or "", spec.python)
-    texts += (spec.container or "", *spec.container_options, spec.resume_args)
-    texts += (*spec.srun, *spec.mpirun, *(text for texts in spec.sweep.values() for text in texts))
-    if marks := literal_names(texts, spec.expand):
+    if marks := literal_names(_unexpanded_texts(spec), spec.expand):
         mistakes.append(
             f"{', '.join(marks)} stays as it is; with --expand NAME, $NAME is its value in the job;"
             " for more than a name: --worker-setup 'export NAME=…'"
         )
     interfaces = {name: text for name, text in spec.env.items() if name.endswith("_SOCKET_IFNAME")}
+    # A "=" in front means exactly this name.
     for name in (name for name, text in interfaces.items() if text.lstrip("=") == "lo"):
         if spec.nodes != 1:
             mistakes.append(
                 f"{name} is lo, the loopback interface, on which no node reaches another; hpc-ddp"
                 " finds the right one where it is not set"
             )
-    return [*mistakes, *without_effect(spec)]
+    return [*mistakes, *find_ineffective(spec)]
 
 
-def _not_here(spec: JobSpec) -> Iterator[str]:
+def _source_mistakes(file: Path) -> list[str]:
+    """Return a warning, as a list, about a file of Python that is empty or has a syntax error (for
+    this process's Python: the job's may be newer); [] where there is none, and for a file that
+    can't be read here."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # compile prints them
+            source = file.read_bytes()
+            compile(source, str(file), "exec", dont_inherit=True)
+    except SyntaxError as error:
+        return [f"{file}, line {error.lineno}: {error.msg}"]
+    except (OSError, ValueError):  # ValueError: a null byte
+        return []
+    return [] if source.strip() else [f"{file} is empty"]
+
+
+def _unexpanded_texts(spec: JobSpec) -> list[str]:
+    """Return the texts of a job in which no shell fills in ``$NAME``."""
+    # Words of bash -c are the shell's.
+    is_shell = spec.no_python and re.search(r"(^|/)\w*sh$", spec.script)
+    return [
+        *(() if is_shell else spec.args),
+        *spec.env.values(),
+        spec.image or "",
+        spec.python,
+        spec.container or "",
+        *spec.container_options,
+        spec.resume_args,
+        *spec.srun,
+        *spec.mpirun,
+        *(text for texts in spec.sweep.values() for text in texts),
+    ]
+
+
+def _missing_here(spec: JobSpec) -> Iterator[str]:
     """Yield warnings about an image, a Python, a module or a command that this machine does not
-    have, a sentence each. Only the nodes have to have them; what is in a container, or set-up lines
-    may bring, is passed over."""
+    have, a sentence each. It is only probable that the nodes lack it, too. Programs in a container,
+    or that set-up lines may bring, are passed over."""
     image = spec.image or ""
+    # A path, or a name with a suffix of image files; a registry's URL has a colon.
     is_file = re.fullmatch(r"\.{0,2}/[^:$]*|[^:$]*\.(sif|simg|sqsh|img)", image)
     if is_file and not (Path(spec.chdir, image).exists() or spec.container_tool == "shifter"):
         yield f"image {image} is not on this machine; is it on the nodes?"
@@ -73,17 +93,18 @@ def _not_here(spec: JobSpec) -> Iterator[str]:
         return
     if os.path.isabs(spec.python) and not os.path.exists(spec.python):
         yield f"python {spec.python} is not on this machine; is it on the nodes?"
-    top, names = spec.script.partition(".")[0], (*spec.env, *spec.env_names)
+    variables = {*spec.env, *spec.env_names}
     has_lines = spec.setup or spec.node_setup or spec.worker_setup
-    has_more = has_lines or "PATH" in names or "PYTHONPATH" in names
+    may_find_more = has_lines or variables & {"PATH", "PYTHONPATH"}
     if spec.module and not spec.module_file:
-        if Path(spec.chdir, top).is_dir():
-            yield f"there is {top}/ in {spec.chdir}, but no module {spec.script}"
+        package = spec.script.partition(".")[0]
+        if Path(spec.chdir, package).is_dir():
+            yield f"there is {package}/ in {spec.chdir}, but no module {spec.script}"
         elif spec.python == installed_python() and not (
-            has_more or top in sys.modules or find_spec(top)
+            may_find_more or package in sys.modules or find_spec(package)
         ):
-            yield f"there is no module {top}, neither in {spec.chdir} nor in {spec.python}"
-    if spec.no_python and not has_more and "$" not in spec.script:
+            yield f"there is no module {package}, neither in {spec.chdir} nor in {spec.python}"
+    if spec.no_python and not may_find_more and "$" not in spec.script:
         path = spec.script if "/" not in spec.script else os.path.join(spec.chdir, spec.script)
         if not shutil.which(path):
             yield f"there is no command {spec.script} on this machine; is it on the nodes?"

@@ -23,7 +23,7 @@ from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.slurm_text import parse_options
 from hpc_ddp.submission.script import container, template
 from hpc_ddp.submission.script.directives import header_pairs, output_file, output_word, sbatch_line
-from hpc_ddp.submission.script.effect import check_effect, taken_out_in_vain, without
+from hpc_ddp.submission.script.effect import check_effect, find_unused_words, keep_options
 from hpc_ddp.submission.script.shell_lines import check_shell_lines
 from hpc_ddp.submission.script.torchrun import torchrun_options
 from hpc_ddp.submission.settings.fabric_profiles import fabric_env
@@ -34,34 +34,34 @@ WAIT_S = 0
 
 
 def step_options(spec: JobSpec) -> list[str]:
-    """Return the options of srun for the step, apart from those of its size.
+    """Return the options of srun for the step, ``--name=value``, without those for its size.
 
-    The step shares the job's CPUs with steps that run already (a `srun --pty bash`, a preflight
-    whose end Slurm is still cleaning up): else srun would wait for those steps without end. Under
-    torchrun srun sets up no MPI: its settings are for one task of a node, and must not reach all
-    workers that torchrun starts on the node.
+    With ``--overlap`` the step shares the job's CPUs with steps that run already (a `srun --pty
+    bash`, a preflight whose end Slurm is still cleaning up): else srun would wait for them without
+    end. Under torchrun srun sets up no MPI: its settings are for one task of a node, and must not
+    reach all workers that torchrun starts on the node.
     """
-    # An elastic step is ended by the supervisors, where it has to be.
+    # A failed task must not end an elastic step: the supervisors end it, where it has to end.
     end = ["--kill-on-bad-exit=0", "--no-kill"] if spec.elastic else ["--kill-on-bad-exit=1"]
     mpi = ["--mpi=none"] if spec.launcher == "torchrun" else []
     return [*end, f"--wait={WAIT_S}", "--overlap", *mpi]
 
 
-def program(spec: JobSpec, run: RunFolder, script: Path) -> list[str]:
+def program_words(spec: JobSpec, run: RunFolder, script: Path) -> list[str]:
     """Return the words behind the job's Python that start its program, without the program's
-    arguments. `script` is the path of the script as the job sees it; for a module it is any path in
-    the folder that is searched first for the module; for a command it is not used."""
-    start = str(run.lib / "hpc_ddp" / "node" / "workers" / "program.py")
+    arguments. `script` is the path of the script as the job sees it. Of a module's script only the
+    folder is used, which is searched first for the module; a command's is not used."""
+    starter = str(run.lib / "hpc_ddp" / "node" / "workers" / "program.py")
     if spec.module:
-        return [start, "module", str(script.parent), spec.script]
-    return [start, "command", spec.script] if spec.no_python else [str(script)]
+        return [starter, "module", str(script.parent), spec.script]
+    return [starter, "command", spec.script] if spec.no_python else [str(script)]
 
 
 def node_command(spec: JobSpec, run: RunFolder, script: Path) -> tuple[str, list[str]]:
-    """Return the kind of launch of each task's supervisor (``worker`` or ``torchrun``), and the
-    command that the supervisor starts, without the arguments of the program. `script` is that of
-    `program`."""
-    words = program(spec, run, script)
+    """Return what the supervisor of a task starts: the kind of launch (``worker`` or ``torchrun``),
+    and the command's words, without the arguments of the program. `script` is that of
+    `program_words`."""
+    words = program_words(spec, run, script)
     if spec.launcher != "torchrun":
         return "worker", [spec.python, *words]
     node = str(run.lib / "node.py")
@@ -69,8 +69,8 @@ def node_command(spec: JobSpec, run: RunFolder, script: Path) -> tuple[str, list
 
 
 def job_env(spec: JobSpec) -> dict[str, str]:
-    """Return the variables that the script sets, by name: those of the fabric, then those of
-    ``env``, which replace them. Variables that ``without`` names are left out.
+    """Return the variables that the script sets for the job, by name: those of the fabric, and
+    those of ``env``, which go first. Variables that ``without`` names are left out.
 
     A job of one node gets none of the fabric's: it needs none, and some fabrics are not set up for
     such a job (Slingshot on Frontier). Raise UsageError for an unknown fabric, and for a broken
@@ -86,25 +86,25 @@ def node_env(spec: JobSpec) -> dict[str, str]:
     program: their set-up lines, the names of ``--expand``, and the names of `worker_env`. An empty
     variable is left out."""
     texts = {
-        "HPC_DDP_NODE_SETUP": _inner_lines(spec.node_setup, spec),
-        "HPC_DDP_WORKER_SETUP": _inner_lines(spec.worker_setup, spec),
+        "HPC_DDP_NODE_SETUP": _setup_text(spec.node_setup, spec),
+        "HPC_DDP_WORKER_SETUP": _setup_text(spec.worker_setup, spec),
         "HPC_DDP_EXPAND": " ".join(spec.expand),
         "HPC_DDP_EXPAND_ENV": " ".join(worker_env(spec)),
     }
     return {name: text for name, text in texts.items() if text}
 
 
-def _inner_lines(lines: Sequence[str], spec: JobSpec) -> str:
-    """Return the text of a node's or a worker's set-up lines, without those that ``without`` takes
-    out. Behind the lines come those that pass on the arrays of ``--expand``. Return '' where no
-    set-up line remains."""
+def _setup_text(lines: Sequence[str], spec: JobSpec) -> str:
+    """Return the text of a node's or a worker's set-up `lines`, without those that ``without``
+    takes out, and with lines behind them that pass on the arrays of ``--expand``. Return '' where
+    none of `lines` remains."""
     remaining = [line for line in lines if line not in spec.without]
     return "\n".join([*remaining, array_exports(spec.expand)] if remaining else []).rstrip("\n")
 
 
 def worker_env(spec: JobSpec) -> list[str]:
-    """Return the names of the variables of ``env`` that each worker fills in, in place of the batch
-    script: their texts contain a variable that differs between workers."""
+    """Return the names of those variables of ``env`` whose texts each worker fills in, in place of
+    the batch script: the texts contain a variable that differs between workers."""
     return [
         name
         for name, text in spec.env.items()
@@ -116,19 +116,24 @@ class Rendering:
     """A job's script, whole or by block; `code` and `script` are the paths of the code and of the
     program that the job runs.
 
-    `environment` has the variables of `job_env`, and `entry` is the job's `container.Entry`.
-    `header` has all (option, value) pairs for sbatch, and `srun` the user's raw options of srun,
-    both without what ``without`` takes out; `header` has besides the options of sbatch's variables
-    in this shell.
+    Attributes
+    ----------
+    environment, entry
+        the variables of `job_env`, and the job's `container.Entry`
+    header
+        all (option, value) pairs for sbatch that ``without`` does not take out; also options that
+        variables of sbatch in this shell set (SBATCH_…)
+    srun
+        the user's raw options of srun that ``without`` does not take out
 
     Raises
     ------
     UsageError
         the run's path, or one to mount, has a character that the script can't hold; an option or a
         variable is refused, or would have no effect (`check_effect`); bash can't read a set-up
-        line; or there is no such fabric or container tool, or its file is broken. `whole`, `block`
-        and `left_out` raise it where the user's template is missing or broken (with file and line),
-        or may not act for the user.
+        line; or there is no such fabric or container tool, or its file is broken. The methods raise
+        it where the user's template is missing or broken (with file and line), or may not act for
+        the user
     """
 
     def __init__(self, spec: JobSpec, run: RunFolder, code: Path, script: Path) -> None:
@@ -140,16 +145,16 @@ class Rendering:
             )
         self._spec = spec
         self.environment = job_env(spec)
-        self.entry = container.entry(spec, run.whole, code)
+        self.entry = container.make_entry(spec, run.whole, code)
         header = header_pairs(spec, run, self.entry.sbatch)
         srun = as_pairs((*step_options(spec), *spec.srun, *self.entry.srun))
         check_effect(spec, header, srun)
         check_shell_lines(spec)
-        self.header = without(spec, header)
+        self.header = keep_options(spec, header)
         self.header += options_of_variables(os.environ, dict(self.header))
-        self.srun = [word for word in spec.srun if without(spec, as_pairs([word]))]
+        self.srun = [word for word in spec.srun if keep_options(spec, as_pairs([word]))]
         env = (*fabric_env(spec.fabric), *spec.env)
-        self._in_vain = taken_out_in_vain(spec, [*header, *as_pairs(spec.srun)], env)
+        self._unused_words = find_unused_words(spec, [*header, *as_pairs(spec.srun)], env)
         self._context = self._make_context(run, code, script)
 
     def _make_context(self, run: RunFolder, code: Path, script: Path) -> dict[str, Any]:
@@ -185,7 +190,8 @@ class Rendering:
             "teardown": spec.teardown,
             "host_python": installed_python(),
             "python": spec.python,
-            # One that is here, and so on a disk that the nodes share, is not that of a container.
+            # A Python that exists here is on a disk that the nodes share, and not in a container:
+            # the script waits for it.
             "awaits_python": os.path.isabs(spec.python) and os.access(spec.python, os.X_OK),
             "workers": spec.workers_per_node,
             "tasks_per_node": spec.tasks_per_node,
@@ -198,7 +204,7 @@ class Rendering:
             "step_options": step_options(spec),
             "torchrun_options": torchrun_options(spec),
             "script": str(script),
-            "program": program(spec, run, script),
+            "program": program_words(spec, run, script),
             "args": spec.args,
             "is_array": bool(spec.array),
             "trials": [trial_args(trial, spec.args) for trial in spec.trials],
@@ -209,9 +215,9 @@ class Rendering:
         }
 
     def _names_of_step(self) -> list[str]:
-        """Return the variables of ``--expand`` that the batch script fills into its step's command:
-        into options of srun, and the container's words. Raise UsageError for a variable among them
-        that a worker alone knows, and for any variable in the container's options of sbatch."""
+        """Return the names of ``--expand`` in the command of the step, where the batch script fills
+        them in: in options of srun, and in the container's words. Raise UsageError for a variable
+        there that only a worker knows, and for any in the container's options of sbatch."""
         entry, expand = self.entry, self._spec.expand
         words = (*self._spec.srun, *entry.srun, *entry.command)
         names = [name for word in words for name in names_in(word, expand)]
@@ -230,25 +236,33 @@ class Rendering:
             )
         return list(dict.fromkeys(names))
 
-    def whole(self) -> str:
+    def text(self) -> str:
         """Return the text of the whole script; raise UsageError for a user's template that can't be
         used."""
-        return template.whole(self._spec.template, self._context)
+        return template.render(self._spec.template, self._context)
 
-    def left_out(self) -> list[str]:
+    def warnings(self) -> list[str]:
         """Return sentences on the words of ``without`` that name nothing of the job, and on what a
-        user's template leaves out, with the consequences. Raise UsageError where `whole` does."""
-        vain = [f"without has {word!r}, and the job has no such thing" for word in self._in_vain]
+        user's template leaves out, with the consequences. Raise UsageError where `text` does."""
+        sentences = [
+            f"without has {word!r}, and the job has no such thing" for word in self._unused_words
+        ]
         if not self._spec.template:
-            return vain
-        text = self.whole()
+            return sentences
+        text = self.text()
         options = parse_options(text)
-        missing = [sbatch_line(*pair)[8:] for pair in self.header if pair[0] not in options]
+        missing = [
+            sbatch_line(*pair).removeprefix("#SBATCH ")
+            for pair in self.header
+            if pair[0] not in options
+        ]
         if missing:
-            vain.append(f"the template leaves out {' '.join(missing)}; {{{{ super() }}}} has them")
-        return [*vain, *template.missing(text)]
+            sentences.append(
+                f"the template leaves out {' '.join(missing)}; {{{{ super() }}}} has them"
+            )
+        return [*sentences, *template.find_missing_words(text)]
 
     def block(self, name: str) -> str:
-        """Return the text of the script's block `name`. Raise UsageError where `whole` does, and
+        """Return the text of the script's block `name`. Raise UsageError where `text` does, and
         for a template that has no such block."""
-        return template.block(name, self._spec.template, self._context)
+        return template.render_block(name, self._spec.template, self._context)

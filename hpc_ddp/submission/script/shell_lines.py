@@ -1,7 +1,7 @@
-"""Whether bash can read the user's set-up lines.
+"""A check that bash can read the user's set-up lines.
 
-One that it can't read, as with a missing quote, takes hpc-ddp's own lines behind it for its rest:
-the job would end, after its wait in the queue, with an error in a line of hpc-ddp's.
+Of a line with a missing quote, bash would take hpc-ddp's own lines behind it for the rest: the job
+would end, after its wait in the queue, with an error in a line of hpc-ddp's.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ KEYS = ("setup", "node-setup", "worker-setup", "teardown")
 
 
 def check_shell_lines(spec: JobSpec) -> None:
-    """Raise UsageError where bash can't read a job's lines of one of `KEYS`, or takes what follows
-    them for the rest of a here-document. A machine without bash checks nothing."""
+    """Raise UsageError where bash can't read a job's lines of one of `KEYS`, or where they end
+    within a here-document, which hpc-ddp's lines behind them would continue. Without bash on this
+    machine nothing is checked."""
     for key in KEYS:
         lines = [line for line in getattr(spec, key.replace("-", "_")) if line not in spec.without]
         if not lines:
             continue
-        # A line may switch extended patterns on, which nothing here executes.
+        # With -n bash executes nothing. Extended patterns are on, since a line may switch them on.
         argv = ["bash", "-O", "extglob", "-n", "-c", "\n".join(lines)]
         try:
-            done = subprocess.run(
+            bash = subprocess.run(
                 argv,
                 capture_output=True,
                 text=True,
@@ -35,9 +36,10 @@ def check_shell_lines(spec: JobSpec) -> None:
             )
         except OSError:
             return
-        is_open = "here-document" in done.stderr and key != "teardown"  # behind which nothing comes
-        if done.returncode or is_open:
-            reason = re.sub(r"^bash: (-c: )?", "", done.stderr.partition("\n")[0])
+        # An open here-document is a warning of bash's. Behind the teardown lines nothing comes.
+        is_open = "here-document" in bash.stderr and key != "teardown"
+        if bash.returncode or is_open:
+            reason = re.sub(r"^bash: (-c: )?", "", bash.stderr.partition("\n")[0])
             raise UsageError(
                 f"{key}: bash can't read it: {reason}",
                 hint=f"look for a missing quote or bracket in its {len(lines)} line(s)",

@@ -14,10 +14,10 @@ TORCHRUN_OPTIONS = (
     "--rdzv-conf={conf}",
     "--max-restarts={restarts}",
 )
-# The others wait this long (in s) also for a first node that imports torch from a cold disk.
 RENDEZVOUS = "join_timeout={wait_s},read_timeout={wait_s}"
+# Nodes wait so long for each other: one may import torch from a cold disk.
 WAIT_S = 600
-# A node's set-up lines may copy data to it. A node where they fail ends the others by itself.
+# With set-up lines of nodes, which may copy data. Where they fail, their node ends the others.
 WAIT_FOR_SETUP_S = 3600
 # Seconds for which an elastic start waits for late nodes; after a loss these are fewer
 # (`elastic_rendezvous.LAST_CALL_S`).
@@ -25,13 +25,13 @@ LATE_S = 120
 
 
 def torchrun_options(spec: JobSpec) -> list[str]:
-    """Return torchrun's options, with ``$`` variables that are known only in the job; the user's
-    raw options come last.
+    """Return torchrun's options, a word each, with ``$`` variables that are known only in the job;
+    the user's raw options come last.
 
-    Unless the job is elastic, the least and the largest number of nodes are equal: a late node must
-    not be shut out, and a world of fewer nodes must not start.
+    Unless the job is elastic, only one number of nodes is accepted: a late node must not be shut
+    out, and a world of fewer nodes must not start.
     """
-    least, late = "", ""
+    least, late = "", ""  # of an elastic job: the least number of nodes, the wait for late ones
     if spec.elastic:
         least, late = "$HPC_DDP_LEAST_NODES:", f",last_call_timeout={LATE_S}"
     values = {

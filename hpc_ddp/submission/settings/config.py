@@ -29,9 +29,9 @@ from hpc_ddp.submission.settings.trust import read_toml
 T = TypeVar("T")
 
 PROJECT_FILE = "hpc-ddp.toml"
-# Settings of which a job can have one only.
+# Pairs of settings that exclude each other.
 EXCLUSIVE = (("cpus-per-node", "cpus-per-task"), ("container", "image"))
-# Each option settles these variables of ``env``: in a layer below they do not count.
+# By an option: the variables that it decides. In ``env`` of a layer below they do not count.
 _SETTLED_ENV = {"interface": r"(NCCL|GLOO)_SOCKET_IFNAME", "fabric": r"(NCCL|RCCL|FI|UCX)_\w+"}
 # A file's table [when.partition.NAME] counts only for jobs in this partition.
 CHOICES = ("partition", "qos")
@@ -65,15 +65,15 @@ class Placement:
 
 
 OPTIONS = options_of(JobSpec, Placement)
-# A site's value of these comes first and the job's after it: neither works without the other.
-# Slurm uses the last one of a repeated option.
+# Lists of which the job gets the site's lines, and the job's own after them: neither works without
+# the other. Slurm uses the last one of a repeated option.
 JOINED = tuple(key for key, declared in OPTIONS.items() if declared.is_joined)
 _KINDS = {"script": TEXT, "args": LIST} | {key: opt.kind for key, opt in OPTIONS.items()}
 
 
 def known_keys() -> list[str]:
-    """Return the keys that settings may have, sorted: the options' names, ``script`` and ``args``,
-    but no names of a file's tables, such as ``when``."""
+    """Return the keys that settings may have, sorted: the options' names, ``script`` and ``args``.
+    Names of a file's tables, such as ``when``, are not among them."""
     return sorted(_KINDS)
 
 
@@ -105,10 +105,8 @@ class Settings:
         return self.values.get(key, default)
 
     def layer(self, key: str, name: str | None = None) -> Layer | None:
-        """Return the layer that a key's value comes from, None for a default.
-
-        `name` narrows the search to one variable of ``env``, or one line of a list.
-        """
+        """Return the layer that a key's value comes from, None for a default. With `name` it is the
+        layer of one variable of ``env``, or of one line of a list."""
         return next(
             (
                 layer
@@ -120,11 +118,10 @@ class Settings:
 
 
 def find_project_file(start: Path) -> Path | None:
-    """Return the nearest ``hpc-ddp.toml`` in the folder `start`, an absolute path, or above it;
-    None where there is none."""
-    return next(
-        (p / PROJECT_FILE for p in (start, *start.parents) if (p / PROJECT_FILE).is_file()), None
-    )
+    """Return the path of the nearest ``hpc-ddp.toml`` in the folder `start`, an absolute path, or
+    above it; None where there is none."""
+    paths = (folder / PROJECT_FILE for folder in (start, *start.parents))
+    return next((path for path in paths if path.is_file()), None)
 
 
 def load(options: Mapping[str, Any], cwd: Path, home: Path, is_strict: bool = True) -> Settings:
@@ -134,13 +131,13 @@ def load(options: Mapping[str, Any], cwd: Path, home: Path, is_strict: bool = Tr
 
     `options` are those of the command line, by key. The project file is looked for from `cwd`
     upwards, the user's own files in `home`. The site is the named one, else the user's own, else
-    one that is recognised by the environment. A file's tables for the job's partition and QOS, also
-    by sbatch's variables, come before the rest of the file.
+    one that is recognised by the environment. A file's tables for the job's partition and QOS,
+    which variables of sbatch may name, too, come before the rest of the file.
 
     Some keys have rules of their own. `env` and `env-names` are merged name by name; a site's
-    `setup`, `sbatch` and `srun` come before the job's; a site's `cpus-per-node` is scaled to the
-    job's GPUs, and its `continue-by` does not count for an array; a file's `args` do not count for
-    another script in `options`.
+    lines of `JOINED` come before the job's; a site's `cpus-per-node` is scaled to the job's GPUs,
+    and its `continue-by` does not count for an array; a file's `args` do not count for another
+    script in `options`.
 
     Without `is_strict` no limits are read, and a layer that can't be used does not count, with a
     warning on stderr: the commands for existing runs have to work with broken settings.
@@ -149,50 +146,55 @@ def load(options: Mapping[str, Any], cwd: Path, home: Path, is_strict: bool = Tr
     ------
     UsageError
         if `is_strict`: a file can't be read or may not act for the user, has an unknown key (in the
-        operators' that is a warning) or a value of the wrong kind, or there is no such site or
+        operators' file that is a warning) or a value of the wrong kind, or there is no such site or
         operators' file
+    OSError
+        if `is_strict`: a file's folder can't be looked at
     """
 
-    def usable(read_part: Callable[[], T], default: T) -> T:
-        """Return what `read_part` returns. Unless `is_strict`, print its UsageError or OSError as a
-        warning, and return `default`."""
+    def read_or(default: T, read_part: Callable[[], T]) -> T:
+        """Return the result of `read_part`. Unless `is_strict`, print its UsageError or OSError as
+        a warning, and return `default`."""
         try:
             return read_part()
         except (UsageError, OSError) as error:
             if is_strict:
                 raise
             text = getattr(error, "message", str(error))
-            operators.warn(f"{text}; it does not count here", getattr(error, "hint", None))
+            operators.warn_once(f"{text}; it does not count here", getattr(error, "hint", None))
             return default
 
-    layers = [Layer("option", dict(options))]
-    project = usable(partial(find_project_file, cwd), None)
-    if project:
-        layers.append(Layer("project", usable(partial(_read_layer, project), {}), project))
-    site = next((layer.values["site"] for layer in layers if layer.values.get("site")), None)
-    recognised_by = None if site else usable(partial(sites.recognised, home, os.environ), None)
-    operators_file = usable(partial(operators.site_file, os.environ), None)
-    name = recognised_by[0] if recognised_by else site
-    nameless = [operators_file] if operators_file else []
-    paths = usable(partial(sites.files, name, home, operators_file), nameless)
-    read = [usable(partial(_site_layer, path, home, operators_file), None) for path in paths]
-    of_site = [layer for layer in read if layer]
+    job_layers = [Layer("option", dict(options))]
+    if project := read_or(None, partial(find_project_file, cwd)):
+        job_layers.append(Layer("project", read_or({}, partial(_read_layer, project)), project))
+    named_sites = (layer.values["site"] for layer in job_layers if layer.values.get("site"))
+    site = next(named_sites, None)
+    recognised = None if site else read_or(None, partial(sites.recognise, home, os.environ))
+    site = recognised[0] if recognised else site
+
+    operators_file = read_or(None, partial(operators.find_site_file, os.environ))
+    # Also of an unknown site the operators' file counts.
+    of_operators = [operators_file] if operators_file else []
+    paths = read_or(of_operators, partial(sites.find_files, site, home, operators_file))
+    read = (read_or(None, partial(_read_site_layer, path, home, operators_file)) for path in paths)
+    site_layers = [layer for layer in read if layer]
     limits = None
-    if operators_file and is_strict:  # limits are for jobs that are to be
+    if operators_file and is_strict:  # commands for existing runs, which are not strict, plan none
         limits = operators.read_limits(operators_file)
+
     of_shell = {key: os.environ.get(f"SBATCH_{key.upper()}", "") for key in CHOICES}
-    chosen = {key: _first([*layers, *of_site], key) or of_shell[key] for key in CHOICES}
-    layers, of_site = _with_tables(layers, chosen), _with_tables(of_site, chosen)
-    below = _merge_layers([*layers[1:], *of_site])
-    if "script" in options and not is_same_program(options, below, cwd):
-        layers[0].values.setdefault("args", [])
+    chosen = {key: _first([*job_layers, *site_layers], key) or of_shell[key] for key in CHOICES}
+    job_layers, site_layers = _with_tables(job_layers, chosen), _with_tables(site_layers, chosen)
+    of_files = _merge_layers([*job_layers[1:], *site_layers])
+    if "script" in options and not is_same_program(options, of_files, cwd):
+        job_layers[0].values.setdefault("args", [])
     if limits:
-        of_site.append(Layer("operators", limits.defaults, limits.path))
-    values = _merged(_merge_layers(layers), _merge_layers(of_site))
-    if values.get("array") and _first(layers, "continue-by") is None:
-        values.pop("continue-by", None)  # no array can be a chain, wherever a site wants chains
-    recognised = f"{recognised_by[0]} ({recognised_by[1]})" if recognised_by else ""
-    return Settings(values, [*layers, *of_site], recognised, limits)
+        site_layers.append(Layer("operators", limits.defaults, limits.path))
+    values = _merge_sides(_merge_layers(job_layers), _merge_layers(site_layers))
+    if values.get("array") and _first(job_layers, "continue-by") is None:
+        values.pop("continue-by", None)  # a site's wish for chains: no array can be one
+    name_and_variables = f"{recognised[0]} ({recognised[1]})" if recognised else ""
+    return Settings(values, [*job_layers, *site_layers], name_and_variables, limits)
 
 
 def _first(layers: Sequence[Layer], key: str) -> Any:
@@ -202,28 +204,28 @@ def _first(layers: Sequence[Layer], key: str) -> Any:
 
 def _with_tables(layers: Sequence[Layer], chosen: Mapping[str, str]) -> list[Layer]:
     """Return the layers without their ``[when]`` tables. Before each layer stands a layer for each
-    of its tables that counts for a job in the `chosen` partition and QOS: by key, one name or
-    several with commas between them; '' for none."""
+    of its tables that counts for a job in the `chosen` partition and QOS: by key (`CHOICES`), one
+    name or several with commas between them; '' for none."""
     expanded: list[Layer] = []
     for layer in layers:
         when = layer.values.get("when", {})
         for key, names in chosen.items():
             tables = when.get(key, {})
-            named = (name for name in names.split(",") if name in tables)  # Slurm has lists
-            expanded += [replace(layer, values=tables[name]) for name in named]
+            matching = (name for name in names.split(",") if name in tables)
+            expanded += [replace(layer, values=tables[name]) for name in matching]
         values = {key: value for key, value in layer.values.items() if key != "when"}
         expanded.append(replace(layer, values=values))
     return expanded
 
 
-def _merged(job: dict[str, Any], site: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of a job over those of its site. The `JOINED` keys have both values, the
-    site's first; ``cpus-per-node`` of the site is cut to the job's share (see `_share`)."""
+def _merge_sides(job: dict[str, Any], site: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of a job put over those of its site. The `JOINED` keys have both values,
+    the site's first; ``cpus-per-node`` of the site is cut to the job's share."""
     joined = {key: [*site.get(key, ()), *job[key]] for key in JOINED if key in job}
-    return over({**site, **_share(site, job)}, job) | joined
+    return put_over({**site, **_scaled_cpus(site, job)}, job) | joined
 
 
-def _share(site: Mapping[str, Any], job: Mapping[str, Any]) -> dict[str, Any]:
+def _scaled_cpus(site: Mapping[str, Any], job: Mapping[str, Any]) -> dict[str, Any]:
     """Return the site's ``cpus-per-node``, meant for all GPUs of a node, scaled to the job's GPUs;
     {} where the job has all GPUs or none, or the site has no such key."""
     all_gpus, job_gpus = _gpu_count(site), _gpu_count(job)
@@ -242,43 +244,45 @@ def _merge_layers(layers: Sequence[Layer]) -> dict[str, Any]:
     """Return the merged values of layers, the first of which has precedence; {} for no layers."""
     values: dict[str, Any] = {}
     for layer in reversed(layers):
-        values = over(values, layer.values)
+        values = put_over(values, layer.values)
     return values
 
 
-def over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings `below` with those of the layer `above` over them.
+def put_over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings `below`, replaced by those `above` key by key.
 
     ``env`` and ``env-names`` are merged name by name; variables of ``env`` below that an option
-    above settles are left out. A key above removes the keys that it excludes: a site's
-    ``cpus-per-node`` does not count for a job with ``cpus-per-task``. A script above removes the
-    `NO_FILE` flags below.
+    above decides (`_SETTLED_ENV`) are left out. A key above removes the keys that it excludes: a
+    site's ``cpus-per-node`` does not count for a job with ``cpus-per-task``. A script above removes
+    the `NO_FILE` flags below, which are those of another program.
     """
     replaced = {key for pair in EXCLUSIVE if above.keys() & {*pair} for key in pair}
+    if "script" in above:
+        replaced |= {*NO_FILE}
     values = {key: value for key, value in below.items() if key not in replaced}
-    if "script" in above:  # the kind of the program below is not that of this one
-        values = {key: value for key, value in values.items() if key not in NO_FILE}
-    merged = _merge_env(below, above)
-    return {**values, **above, **{key: merged[key] for key in merged if key in {**below, **above}}}
+    env = _merge_env(below, above)
+    return {**values, **above, **{key: env[key] for key in env if key in {**below, **above}}}
 
 
 def _merge_env(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``env`` and ``env-names`` of the layers `below` and `above`, merged as `over` says; a
-    variable of both layers is where the layer above has it."""
+    """Return ``env`` and ``env-names`` of two layers, by these keys, merged as `put_over` says. A
+    variable that both layers have stays under the key of the layer above."""
+    # (?!) matches nothing.
     settled = "|".join(names for key, names in _SETTLED_ENV.items() if above.get(key)) or "(?!)"
     env, names = above.get("env", {}), above.get("env-names", ())
     lower = {k: text for k, text in below.get("env", {}).items() if not re.fullmatch(settled, k)}
-    passed_on = [name for name in (*below.get("env-names", ()), *names) if name not in env]
+    all_names = [name for name in (*below.get("env-names", ()), *names) if name not in env]
     return {
         "env": {k: text for k, text in lower.items() if k not in names} | env,
-        "env-names": [*dict.fromkeys(passed_on)],
+        "env-names": [*dict.fromkeys(all_names)],
     }
 
 
-def _site_layer(path: Path, home: Path, operators_file: Path | None) -> Layer:
+def _read_site_layer(path: Path, home: Path, operators_file: Path | None) -> Layer:
     """Return the layer of a site file: the operators', the user's own, or a shipped profile. In the
-    operators' (`operators_file`, if any) an unknown key is a warning. Raise UsageError for a file
-    that can't be read or may not act for the user, and for a bad value."""
+    operators' file, if there is one, an unknown key is a warning. Raise UsageError for a file that
+    can't be read or may not act for the user, for an unknown key in another file, and for a bad
+    value."""
     if path == operators_file:
         return Layer("operators", _read_layer(path, (*sites.KEYS, "limits"), is_strict=False), path)
     is_user_file = path.parent == sites.own_folder(home)
@@ -288,50 +292,53 @@ def _site_layer(path: Path, home: Path, operators_file: Path | None) -> Layer:
 def _read_layer(
     path: Path, more_keys: Sequence[str] = (), is_strict: bool = True
 ) -> dict[str, Any]:
-    """Return a file's values, checked and changed by `_checked`, with its tables
+    """Return a file's values, by key, checked and changed by `_check_and_convert`, with its tables
     ``[when.partition.NAME]`` and ``[when.qos.NAME]`` under ``when``.
 
     Such a table may not set a partition, a QOS or a site. `more_keys` are accepted and left out:
     they belong to no job. Without `is_strict` an unknown key or table is left out with a warning:
     the operators' file may be for a newer hpc-ddp, and no user can mend it. Raise UsageError for a
-    file that can't be read or may not act for the user, and for a bad value.
+    file that can't be read or may not act for the user, for a bad value, and, if `is_strict`, for
+    an unknown key or table.
     """
-    read, keys = read_toml(path), known_keys()
-    when = read.pop("when", {})
-    tables_of = when if isinstance(when, dict) else {str(when): None}
-    layer = _checked(path, {k: v for k, v in read.items() if k not in more_keys}, keys, is_strict)
-    inner = [key for key in keys if key not in (*CHOICES, "site")]
+    content, keys = read_toml(path), known_keys()
+    when = content.pop("when", {})
+    tables_of = when if isinstance(when, dict) else {str(when): None}  # refused below
+    values = {key: value for key, value in content.items() if key not in more_keys}
+    layer = _check_and_convert(path, values, keys, is_strict)
+    inner_keys = [key for key in keys if key not in (*CHOICES, "site")]
     for key, tables in tables_of.items():
         if key not in CHOICES or not isinstance(tables, dict):
             message = f"{path}: no table [when.{key}.…]"
             if not is_strict:
-                operators.warn(f"{message}; it is left out", None)
+                operators.warn_once(f"{message}; it is left out", None)
                 continue
             raise UsageError(
                 f"{message}; accepted: [when.partition.NAME] and [when.qos.NAME]",
                 hint=f"look at {path}",
             )
         layer.setdefault("when", {})[key] = {
-            name: _checked(path, table, inner, is_strict, f"[when.{key}.{name}]")
+            name: _check_and_convert(path, table, inner_keys, is_strict, f"[when.{key}.{name}]")
             for name, table in tables.items()
         }
     return layer
 
 
 def as_options(values: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return the settings `values`, checked as those of a file, and changed in place by `_checked`.
-    `where` is a file's path; or a program's name, which leaves relative paths as they are. Raise
-    UsageError for an unknown key, and for a value of the wrong kind."""
-    return _checked(Path(where), values, known_keys())
+    """Return the settings `values`, by key, checked and changed as those of a file; `values` are
+    changed in place. `where` is their origin, for the messages: a file's path; or a program's name,
+    with which relative paths stay as they are. Raise UsageError for an unknown key, and for a value
+    of the wrong kind."""
+    return _check_and_convert(Path(where), values, known_keys())
 
 
-def _checked(
+def _check_and_convert(
     path: Path, layer: Any, keys: Sequence[str], is_strict: bool = True, header: str = ""
 ) -> dict[str, Any]:
-    """Return `layer`, the settings of a file or of one of its tables, after a check and changes in
-    place: the paths of `script` (if a file), `template` and `notify` begin with the file's folder,
-    or for ``~`` the home folder; variables and `gpus-per-node` become texts; some raw options of
-    `sbatch` become keys (`move_to_own_keys`).
+    """Check `layer`, the settings of the file at `path` or of one of its tables, change it in
+    place, and return it. The paths of `script` (if a file), `template` and `notify` then begin with
+    the file's folder, or for ``~`` the home folder; variables and `gpus-per-node` are texts; some
+    raw options of `sbatch` are keys (`with_own_keys`).
 
     `keys` are the accepted ones; without `is_strict` another key is dropped with a warning. Raise
     UsageError for an unknown key (if `is_strict`), for a value of the wrong kind, and for a `layer`
@@ -343,7 +350,7 @@ def _checked(
         message = f"{path}: unknown key {key!r}{closest(key, keys)}; accepted: {', '.join(keys)}"
         if is_strict:
             raise UsageError(message, hint=f"look at {path}")
-        operators.warn(message, f"tell the operators of this cluster: {path}")
+        operators.warn_once(message, f"tell the operators of this cluster: {path}")
         del layer[key]
     for key, value in layer.items():
         kind: Kind = _KINDS[key]
@@ -352,11 +359,12 @@ def _checked(
             raise UsageError(text, hint=kind.line_for(key, value) or f"see {path}")
         if isinstance(value, list) and not all(isinstance(line, str) for line in value):
             raise UsageError(f"{path}: {key} must be {kind.text}", hint=f"see {path}")
-    # A path in a file is meant from there.
+    # A relative path in a file is seen from the file's folder.
     paths = {"notify", "template", *(() if names_no_file(layer) else ["script"])}
     for key in paths & layer.keys():
         layer[key] = str(path.parent / os.path.expanduser(layer[key]))
-    for name, value in layer.get("env", {}).items():  # others have another text in TOML than here
+    # Values of other types have another text here than in TOML, as True for true.
+    for name, value in layer.get("env", {}).items():
         if isinstance(value, bool) or not isinstance(value, (str, int)):
             text = f"{path}: env.{name} is {value!r}, but must be a string or a whole number"
             raise UsageError(text, hint=f'put its value into quotes: {name} = "…"')

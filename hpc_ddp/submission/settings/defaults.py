@@ -19,19 +19,20 @@ NO_FILE = ("module", "no-python")
 
 
 def names_no_file(values: Mapping[str, Any]) -> bool:
-    """Return whether the ``script`` of some settings is a module or a command."""
+    """Return whether the ``script`` of some settings, by key, is a module or a command."""
     return any(values.get(key) for key in NO_FILE)
 
 
-def is_same_program(settings: Mapping[str, Any], below: Mapping[str, Any], cwd: Path) -> bool:
-    """Return whether two settings name the same program, by ``script`` and the `NO_FILE` flags;
-    True where `below` has no script. Relative paths are seen from `cwd`. A script of `below` that
-    does not exist any more counts as moved: it is the same where the file names are equal."""
-    if not below.get("script"):
+def is_same_program(settings: Mapping[str, Any], earlier: Mapping[str, Any], cwd: Path) -> bool:
+    """Return whether `settings` name the same program as `earlier` ones, by ``script`` and the
+    `NO_FILE` flags; True where `earlier` has no script. Relative paths are seen from `cwd`. An
+    earlier script that does not exist any more counts as moved, so as the same where the file names
+    are equal."""
+    if not earlier.get("script"):
         return True
-    if any(bool(settings.get(key)) != bool(below.get(key)) for key in NO_FILE):
+    if any(bool(settings.get(key)) != bool(earlier.get(key)) for key in NO_FILE):
         return False
-    new, old = (Path(os.path.realpath(cwd / values["script"])) for values in (settings, below))
+    new, old = (Path(os.path.realpath(cwd / values["script"])) for values in (settings, earlier))
     return new == old or (new.name == old.name and not old.exists())
 
 
@@ -57,17 +58,18 @@ def working_directory(cwd: Path, text: str) -> str:
 
 
 def name_for(script: Path, is_module: bool = False) -> str:
-    """Return a job name made of a script's file name, without its suffix, or (`is_module`) of the
-    last part of a module's name. Characters that a job name can't have become ``-`` or are left
-    out; ``job`` where nothing is left."""
+    """Return a job name made of a script's file name without its suffix, or (`is_module`) of the
+    last part of a module's name: 100 characters at most. Characters that a job name can't have
+    become ``-``, or are left out at its start; ``job`` where nothing is left."""
     name = script.name.rpartition(".")[2] if is_module else script.stem
     return re.sub(r"[^\w.+=,@-]+", "-", name).lstrip(".+=,@-")[:100] or "job"
 
 
 def check_script(script: Path, in_image: bool) -> None:
     """Raise UsageError for a script, an absolute path, that does not exist or is not Python's. The
-    hint names the command for what the user may mean: a program, a module, a script of sbatch, or
-    (`in_image`) a file in the image. Raise OSError where the script can't be read."""
+    hint has a command that the user may need instead: for a program, a module, a script of sbatch,
+    or, if the job has an image (`in_image`), a file in it. Raise OSError where the script can't be
+    read."""
     name = script.name
     if script.is_dir():
         raise UsageError(
@@ -85,16 +87,17 @@ def check_script(script: Path, in_image: bool) -> None:
         raise UsageError(f"script {str(script)!r} does not exist", hint=hint)
     with script.open("rb") as file:
         start_of_file = file.read(10_000)
-    first = start_of_file.partition(b"\n")[0]
+    first_line = start_of_file.partition(b"\n")[0]
     if script.suffix != ".py" and re.search(rb"^#SBATCH\s", start_of_file, re.M):
         raise UsageError(
             f"{script} is a script for sbatch; accepted: the Python script that it starts",
             hint=f"hpc-ddp import {shlex.quote(name)}, which writes hpc-ddp.toml from it",
         )
-    is_other = first.startswith(b"#!") and b"python" not in first and script.suffix != ".py"
-    if is_other or b"\0" in first or script.suffix in (".sh", ".bash", ".slurm", ".sbatch"):
-        start = "./" if b"\0" in first else "bash "
-        command = f"{start}{shlex.quote(name)}"
+    has_interpreter = first_line.startswith(b"#!") and b"python" not in first_line
+    is_binary = b"\0" in first_line
+    is_shell = script.suffix in (".sh", ".bash", ".slurm", ".sbatch")
+    if (has_interpreter and script.suffix != ".py") or is_binary or is_shell:
+        command = f"{'./' if is_binary else 'bash '}{shlex.quote(name)}"
         raise UsageError(
             f"{script} is no Python script",
             hint=f"a command for each worker: --no-python {command} …",
@@ -102,16 +105,17 @@ def check_script(script: Path, in_image: bool) -> None:
 
 
 def default_python(setup: Sequence[str], in_container: bool) -> str:
-    """Return the interpreter for the workers of a job that names none; with `in_container`
-    ``python3``.
+    """Return the interpreter for the workers of a job that names none. `setup` has the job's set-up
+    lines.
 
-    Else the Python of this process is returned, where it has torch and no line of `setup` activates
-    another environment. Otherwise the result is ``python``, which the job looks for on PATH after
-    the set-up lines; but ``python3`` where `setup` is empty and this machine has no ``python``.
+    In a container it is ``python3``. Else it is the Python of this process, where that has torch
+    and no set-up line activates another environment. Otherwise it is ``python``, which the job
+    looks for on PATH after the set-up lines; but ``python3`` where there are no set-up lines and
+    this machine has no ``python``.
     """
     if in_container:
         return "python3"
     activates = any("activate" in line for line in setup)
-    if not activates and find_spec("torch"):  # looks for it without importing it
+    if not activates and find_spec("torch"):  # find_spec does not import it
         return installed_python()
     return "python" if setup or shutil.which("python") else "python3"

@@ -19,8 +19,9 @@ from hpc_ddp.submission.settings.defaults import (
 
 
 def job_spec(settings: Settings, cwd: Path) -> JobSpec:
-    """Return the job of merged settings, with defaults for its name and Python. Relative paths are
-    seen from the folder `cwd`, which is also the working directory of a job without `chdir`.
+    """Return the job of merged settings, with defaults for its name and Python; keys that are no
+    field of a job are left out. Relative paths are seen from the folder `cwd`, which is also the
+    working directory of a job without `chdir`.
 
     Raises
     ------
@@ -42,7 +43,8 @@ def job_spec(settings: Settings, cwd: Path) -> JobSpec:
         check_script(script, in_image=bool(settings.get("image") or settings.get("container")))
     values = {key.replace("-", "_"): value for key, value in settings.values.items()}
     job = {name: value for name, value in values.items() if name in FIELDS}
-    name = settings.values["script"] if is_no_file else str(script)  # ./run.sh is not of PATH
+    # A command stays as the user wrote it: as a Path, ./run.sh would become run.sh, of PATH.
+    name = settings.values["script"] if is_no_file else str(script)
     job |= {"script": name, "submit_dir": str(cwd)}
     job["chdir"] = working_directory(cwd, settings.get("chdir", ""))
     if "template" in job:
@@ -50,12 +52,12 @@ def job_spec(settings: Settings, cwd: Path) -> JobSpec:
     if job.get("notify"):
         job["notify"] = str(absolute(cwd / os.path.expanduser(job["notify"])))
     job["job_name"] = job.get("job_name") or name_for(script, bool(settings.get("module")))
-    is_here = job.get("backend") == "local"
-    in_container = bool(job.get("container") or job.get("image")) and not is_here
-    job.setdefault("python", default_python(() if is_here else job.get("setup", ()), in_container))
+    is_local = job.get("backend") == "local"  # without set-up lines and container
+    in_container = bool(job.get("container") or job.get("image")) and not is_local
+    job.setdefault("python", default_python(() if is_local else job.get("setup", ()), in_container))
     try:
         return JobSpec(**job)
-    except UsageError as error:  # of a value; the messages begin with its key
+    except UsageError as error:  # a message about a value begins with its key: add the key's file
         key = next((key for key in settings.values if error.message.startswith(f"{key} ")), "")
         layer = settings.layer(key)
         if layer is None or layer.path is None:

@@ -33,7 +33,7 @@ def comment_pairs(options: Sequence[str]) -> list[tuple[str, str]]:
     return [] if has_comment else [("comment", f"hpc-ddp/{__version__}")]
 
 
-def site_file(environ: Mapping[str, str]) -> Path | None:
+def find_site_file(environ: Mapping[str, str]) -> Path | None:
     """Return the site file that the operators have for all users; None where there is none.
 
     Raises
@@ -53,14 +53,15 @@ def site_file(environ: Mapping[str, str]) -> Path | None:
 
 
 @functools.cache  # one command may read a file twice
-def warn(message: str, hint: str | None) -> None:
-    """Print on stderr a warning about settings that do not count, and a hint unless that is None.
-    The same warning is printed only once in a process."""
+def warn_once(message: str, hint: str | None) -> None:
+    """Print a warning on stderr, about settings that do not count, and a hint unless that is None.
+    In a process the same warning and hint are printed only once."""
     print(f"warning: {message}", *([f"hint: {hint}"] if hint else []), sep="\n", file=sys.stderr)
 
 
 class _Request(NamedTuple):
-    """A job's value under a limit, as given and as a number (None: unbounded), and the bound."""
+    """A job's value for the key of a limit, as the job has it (None: it sets none) and as a number
+    (None: unbounded), and the bound, in the number's unit."""
 
     key: str
     setting: float | str | None
@@ -78,22 +79,18 @@ class Limits:
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """The bounds, by key, that a job gets as values where it sets none: the budget alone.
+        """The bounds, by key, that a job gets as values where it sets none: only that of the
+        budget.
 
-        ``max-requeues`` is not among them: as a value it would also give a script that starts over
-        a new time limit as often. The run keeps it as a bound (`RunFolder.most_requeues`).
+        ``max-requeues`` is not among them: as a value it would also let a script that starts over
+        get so many new time limits. The run keeps it as a bound (`RunFolder.most_requeues`).
         """
         return {key: bound for key, bound in self.bounds.items() if key == "budget-gpu-hours"}
 
     def check(self, spec: JobSpec) -> None:
         """Raise UsageError for a job that asks for more than the operators' limits, or has no
-        budget where budgets are limited. A job of the local back-end is not checked.
-
-        Raises
-        ------
-        UsageError
-            names the file, the limit and the value
-        """
+        budget where budgets are limited; the message names the file, the limit and the value. For
+        the local back-end, only SBATCH_TIMELIMIT is checked for being a time."""
         for key, setting, number, bound in self._requests(spec):
             if spec.backend != "local" and (number is None or number > bound):
                 request = "unbounded" if setting is None else setting
@@ -104,16 +101,17 @@ class Limits:
                 )
 
     def _requests(self, spec: JobSpec) -> Iterator[_Request]:
-        """Yield what a job asks for under each limit that applies to it.
+        """Yield the request of a job for each limit that applies to it.
 
-        Times are in seconds. The limit of time applies where the job or SBATCH_TIMELIMIT sets a
-        time, the limit of requeues where the job sets them. Raise UsageError where SBATCH_TIMELIMIT
-        is no time.
+        The number of a time is in seconds. The limit of time applies where the job or
+        SBATCH_TIMELIMIT sets a time, the limit of requeues where the job sets them; those of nodes
+        and the budget always. Raise UsageError where SBATCH_TIMELIMIT is no time.
         """
         if "nodes" in self.bounds:
             yield _Request("nodes", spec.nodes, spec.node_range[1], self.job.node_range[1])
         time = spec.time or os.environ.get("SBATCH_TIMELIMIT")  # else the partition's limit counts
         if "time" in self.bounds and time:
+            # Slurm takes a time of 0 as one without a limit.
             yield _Request("time", time, parse_time(time) or None, self.job.time_s or 0)
         if spec.max_requeues is not None and "max-requeues" in self.bounds:
             requeues = spec.max_requeues
@@ -131,7 +129,8 @@ def read_limits(path: Path) -> Limits:
     Raises
     ------
     UsageError
-        the file can't be read or may not act for the user, or has a value that no job can have
+        the file can't be read or may not act for the user; ``limits`` is no table; or a bound is a
+        value that no job can have
     """
     table = read_toml(path).get("limits", {})
     hint = f"tell the operators of this cluster: {path}"
@@ -139,7 +138,7 @@ def read_limits(path: Path) -> Limits:
         raise UsageError(f"{path}: limits is {table!r}, but must be a table", hint=hint)
     for key in table.keys() - {*LIMITS}:
         near = closest(key, LIMITS)
-        warn(f"{path}: unknown limit {key!r}{near}; accepted: {', '.join(LIMITS)}", hint)
+        warn_once(f"{path}: unknown limit {key!r}{near}; accepted: {', '.join(LIMITS)}", hint)
         del table[key]
     try:
         job = JobSpec("", **{key.replace("-", "_"): value for key, value in table.items()})

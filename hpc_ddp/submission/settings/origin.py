@@ -1,4 +1,4 @@
-"""Where the value of each setting comes from: the command line, a file, or hpc-ddp's default."""
+"""The origin of each setting's value: the command line, a file, or hpc-ddp's default."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Origin:
 
     @property
     def place(self) -> str:
-        """The origin for a person: ``--nodes``, ``command line`` (for the script and its
+        """The origin as text for the user: ``--nodes``, ``command line`` (for the script and its
         arguments), ``hpc-ddp.toml``, ``site lumi``, ``default``."""
         if self.source == "option":
             return {"script": "command line", "args": "command line", "sweep": "--set"}.get(
@@ -42,19 +42,20 @@ class Origin:
         if self.source in ("profile", "fabric"):
             kind = "site" if self.source == "profile" else "fabric"
             return f"{kind} {Path(self.file or '').stem}"
-        return _short(self.file) if self.file else self.source
+        return _short_path(self.file) if self.file else self.source
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the attributes by name, for JSON, without a `file` that is None."""
         return {name: text for name, text in asdict(self).items() if text is not None}
 
 
-def origins(plan: Plan, settings: Settings) -> list[Origin]:
-    """Return the settings of a planned job, with the origin of each. Settings that are empty,
-    False, or taken out by ``without`` are left out.
+def find_origins(plan: Plan, settings: Settings) -> list[Origin]:
+    """Return the settings of a planned job, with the origin of each, in the order of the options'
+    declaration. Settings that are empty, False, or taken out by ``without`` are left out.
 
     Each line of a list has an origin of its own, and so has each variable of ``env`` and of the
     fabric: one line may be a site's, the next the job's. Raise UsageError for a broken fabric
-    profile.
+    profile, and for a job without a script (`Plan.rendering`).
     """
     rows: list[Origin] = []
     for field in fields(JobSpec):
@@ -66,26 +67,30 @@ def origins(plan: Plan, settings: Settings) -> list[Origin]:
             rows += [_origin(plan, settings, key, line, line) for line in value]
         elif value not in (None, "", {}) and value is not False and field.name != "submit_dir":
             rows.append(_origin(plan, settings, key, str(value), None))
-    absent = {*plan.spec.without}
-    return [row for row in rows if not _names_of(row) & absent]
+    taken_out = {*plan.spec.without}
+    return [row for row in rows if not _words_for_without(row) & taken_out]
 
 
-def _names_of(row: Origin) -> set[str]:
-    """Return the words by which ``without`` takes a setting out."""
+def _words_for_without(row: Origin) -> set[str]:
+    """Return the words by which ``without`` can take a setting out: the line of a list, or the
+    variable's name; and the option, with or without its value."""
     is_line = row.key in ("setup", "node-setup", "worker-setup", "sbatch", "srun")
     entry = row.value if is_line else row.key.removeprefix("env.")
     return {entry, *words_of(row.key, row.value)}
 
 
-def table(rows: list[Origin]) -> str:
+def format_table(rows: list[Origin]) -> str:
     """Return the settings (at least one) as text: one line each, with key, origin and value."""
-    keys, places = max(len(row.key) for row in rows), max(len(row.place) for row in rows)
-    return "\n".join(f"{row.key:{keys}}  {row.place:{places}}  {row.value}" for row in rows)
+    key_width = max(len(row.key) for row in rows)
+    place_width = max(len(row.place) for row in rows)
+    return "\n".join(
+        f"{row.key:{key_width}}  {row.place:{place_width}}  {row.value}" for row in rows
+    )
 
 
 def _variables(plan: Plan, settings: Settings) -> Iterator[Origin]:
     """Yield each environment variable that the script of a job sets, with its origin: the file of
-    the fabric, or what `_origin` returns. Raise UsageError for a broken fabric profile."""
+    the fabric, or what `_origin` returns. Raise UsageError as `find_origins`."""
     spec = plan.spec
     for name, value in plan.rendering.environment.items():
         if name not in spec.env and name in fabric_env(spec.fabric):
@@ -98,8 +103,8 @@ def _variables(plan: Plan, settings: Settings) -> Iterator[Origin]:
 
 def _origin(plan: Plan, settings: Settings, key: str, value: str, entry: str | None) -> Origin:
     """Return the origin of the value of a key. `entry` is one line of a list or the name of one
-    variable; None stands for the value as a whole. In a run that is continued, a value comes from
-    an option; else it is the default where it equals the default, and otherwise the run's."""
+    variable; None stands for the value as a whole. In a run that is continued, a value that no
+    option sets is the run's, or the default where it equals the default."""
     layer: Layer | None = settings.layer(key, entry)
     if plan.is_new or (layer and layer.kind == "option"):
         path = str(layer.path) if layer and layer.path else None
@@ -110,7 +115,7 @@ def _origin(plan: Plan, settings: Settings, key: str, value: str, entry: str | N
     return Origin(key, value, "run", str(plan.run.job_json))
 
 
-def _short(path: str) -> str:
+def _short_path(path: str) -> str:
     """Return a path in the working directory as a relative path, and one in the home folder as
     ``~/…``; any other path as it is. Raise UsageError for a user without a home folder."""
     for base, sign in ((Path.cwd(), ""), (home_folder(), "~/")):

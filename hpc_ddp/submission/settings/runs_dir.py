@@ -1,4 +1,4 @@
-"""The folder of all runs, by the settings, and the run that a person means."""
+"""The folder of all runs, by the settings, and the run that a text of the user names."""
 
 from __future__ import annotations
 
@@ -26,31 +26,33 @@ def runs_root(settings: Settings, environ: Mapping[str, str] = os.environ) -> Pa
     Raises
     ------
     UsageError
-        the folder's name has a variable that is not set here, or an account that is not known
+        the folder's name has a variable that is not set here, or ``{account}`` where no account is
+        known
     """
     if text := settings.get("runs-dir") or environ.get("HPC_DDP_RUNS"):
-        return _filled(text, settings, environ)
+        return _fill_path(text, settings, environ)
     scratch = settings.get("scratch") or environ.get("SCRATCH")
-    return _filled(f"{scratch}/hpc-ddp" if scratch else "runs", settings, environ)
+    return _fill_path(f"{scratch}/hpc-ddp" if scratch else "runs", settings, environ)
 
 
 def runs_folder(option: str | None, is_strict: bool = False) -> Path:
-    """Return the folder of all runs for a command that knows no other setting of a job.
+    """Return the folder of all runs, by the settings seen from the working directory, for a command
+    that has no other option of a job.
 
     `option` is the value of ``--runs-dir``, or None. Settings that can't be used are warnings on
-    stderr; with `is_strict` they raise UsageError. In both cases UsageError is raised where
-    `runs_root` raises it, and for a user without a home folder. Raise OSError where the working
-    directory is gone.
+    stderr; with `is_strict` they raise UsageError. Raise UsageError in both cases as `runs_root`,
+    and for a user without a home folder; OSError where the working directory is gone.
     """
     layer = {"runs-dir": option} if option else {}
     return runs_root(load(layer, Path.cwd(), home_folder(), is_strict))
 
 
 def run_of(text: str, option: str | None) -> RunFolder:
-    """Return the run that a person means by `text`; for a run's path no settings are read.
+    """Return the run that `text` names, as `find_run` has it: a path, a name, or a job's id. For a
+    path no settings are read.
 
     `option` is the value of ``--runs-dir``, or None. For a job's id Slurm may be asked for this
-    cluster's name.
+    cluster's name. Settings that can't be used are warnings on stderr.
 
     Raises
     ------
@@ -64,24 +66,25 @@ def run_of(text: str, option: str | None) -> RunFolder:
     return find_run(Path() if is_path else runs_folder(option), text, own_cluster)
 
 
-def _filled(text: str, settings: Settings, environ: Mapping[str, str]) -> Path:
-    """Return the absolute path of a folder, from its name `text` with variables in it. Raise
-    UsageError for a variable that is not set, unless the name has a ``$`` that begins none, and for
-    ``{account}`` where no account is known."""
+def _fill_path(text: str, settings: Settings, environ: Mapping[str, str]) -> Path:
+    """Return the absolute path of a folder, from `text` with variables in it. A text with a ``$``
+    that begins no variable is accepted: then only variables that are set are filled in. Raise
+    UsageError for any other text with a variable that is not set, and for ``{account}`` where no
+    account is known."""
     values = {**environ, "account": settings.get("account") or environ.get("SBATCH_ACCOUNT", "")}
     template = Template(text.replace("{account}", "${account}"))
     try:
-        filled = template.substitute(values)
+        path = template.substitute(values)
     except KeyError as error:
         raise UsageError(
             f"the folder of runs is {text}, and {error.args[0]} is not set here",
             hint="export it, or --runs-dir DIR",
         ) from None
-    except ValueError:  # a $ that is part of a name
-        filled = template.safe_substitute(values)
+    except ValueError:  # a $ that begins no variable is part of the name
+        path = template.safe_substitute(values)
     if "{account}" in text and not values["account"]:
         raise UsageError(
             f"the folder of runs is {text}, and no account is named",
             hint=f'account = "…" in {PROJECT_FILE}, --account, or --runs-dir DIR',
         )
-    return absolute(Path(os.path.expanduser(filled)))
+    return absolute(Path(os.path.expanduser(path)))

@@ -1,10 +1,10 @@
-"""Sites: what is true of a cluster for every job there, as data.
+"""Sites: the settings of a cluster that hold for every job there, as data.
 
 A site file has the keys of a project file, and two more: ``title``, and a table ``match`` of
 environment variables by which a login node of the site is known. The user's own files are in
-``~/.config/hpc-ddp``, the shipped ones in ``templates/sites``. The user's file goes over the
-shipped one of the same name; between the two comes the file that the cluster's operators have for
-all users (see `operators.site_file`).
+``~/.config/hpc-ddp``, the shipped ones in ``templates/sites``. Settings of the user's file replace
+those of the shipped file of the same name; between the two comes the file that the cluster's
+operators have for all users (see `operators.find_site_file`).
 """
 
 from __future__ import annotations
@@ -24,20 +24,21 @@ KEYS = ("title", "match")  # of site files only
 
 
 def own_folder(home: Path) -> Path:
-    """Return the folder of a user's own site files, which may be missing."""
+    """Return the path of the folder of a user's own site files; the folder may be missing."""
     return home / ".config" / "hpc-ddp"
 
 
 def _folders(home: Path) -> tuple[Path, Path]:
-    """Return the folders of site files: the user's own, and the shipped one."""
+    """Return the two folders of site files: the user's own, and the shipped one."""
     return own_folder(home), folder("templates") / "sites"
 
 
-def files(site: str | None, home: Path, operators_file: Path | None) -> list[Path]:
-    """Return the files of a site that exist, in this order: the user's own, the operators', the
-    shipped one.
+def find_files(site: str | None, home: Path, operators_file: Path | None) -> list[Path]:
+    """Return the paths of a site's files that exist, in this order: the user's own, the operators'
+    (`operators_file`, None for none), the shipped one.
 
-    Without a name (None) the user's file is ``site.toml`` and the shipped one ``generic.toml``.
+    Without a name (`site` is None) the user's file is ``site.toml`` and the shipped one
+    ``generic.toml``.
 
     Raises
     ------
@@ -49,7 +50,7 @@ def files(site: str | None, home: Path, operators_file: Path | None) -> list[Pat
     existing = [path for path in paths if path.is_file()]
     if site and not existing:
         names = sorted(
-            path.stem for where in (user_folder, shipped) for path in where.glob("*.toml")
+            path.stem for parent in (user_folder, shipped) for path in parent.glob("*.toml")
         )
         raise UsageError(
             f"site {site!r} is unknown; accepted: {', '.join(names)}{closest(site, names)}",
@@ -58,12 +59,13 @@ def files(site: str | None, home: Path, operators_file: Path | None) -> list[Pat
     return [path for path in (paths[0], operators_file, paths[1]) if path and path.is_file()]
 
 
-def recognised(home: Path, environ: Mapping[str, str]) -> tuple[str, str] | None:
+def recognise(home: Path, environ: Mapping[str, str]) -> tuple[str, str] | None:
     """Return the name of the site that the environment shows, and the variables that show it, with
     commas between them. The first site that fits counts; the user's own files come first.
 
     Return None where no site's ``match`` fits, or where the user has a ``site.toml``. A variable
-    fits when its regular expression matches the whole value; all variables of a site have to fit.
+    fits when its regular expression matches the whole value ('' for a variable that is not set);
+    all variables of a site have to fit.
 
     Raises
     ------
@@ -86,28 +88,28 @@ def recognised(home: Path, environ: Mapping[str, str]) -> tuple[str, str] | None
     return None
 
 
-def shipped_keys(site: str) -> set[str]:
+def read_shipped_keys(site: str) -> set[str]:
     """Return the keys of the shipped file of a site; an empty set where there is no such file.
     Raise UsageError where the file can't be read."""
     path = folder("templates") / "sites" / f"{site}.toml"
     return set(read_toml(path)) if path.is_file() else set()
 
 
-def title(path: Path) -> str:
+def read_title(path: Path) -> str:
     """Return the title of a site file, '' where it has none. Raise UsageError where the file can't
     be read."""
     return str(read_toml(path).get("title", ""))
 
 
 def all_files(home: Path) -> list[Path]:
-    """Return all site files: the user's own, the operators', then the shipped ones. Raise
-    UsageError where the environment names an operators' file that does not exist."""
-    user_files, shipped = (sorted(where.glob("*.toml")) for where in _folders(home))
-    operators_file = operators.site_file(os.environ)
+    """Return the paths of all site files: the user's own, the operators', then the shipped ones.
+    Raise UsageError where HPC_DDP_SITE_FILE names a file that does not exist."""
+    user_files, shipped = (sorted(parent.glob("*.toml")) for parent in _folders(home))
+    operators_file = operators.find_site_file(os.environ)
     return [*user_files, *([operators_file] if operators_file else []), *shipped]
 
 
-def write(home: Path, name: str, text: str, force: bool) -> Path:
+def write_file(home: Path, name: str, text: str, force: bool) -> Path:
     """Write `text` to the user's own file of the site `name`, and return the file's path. Other
     users can read the file, and not write it. A missing folder is made.
 
@@ -131,7 +133,7 @@ def write(home: Path, name: str, text: str, force: bool) -> Path:
         )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, text, mode=0o644)  # what others can write is not used
+        write_whole(path, text, mode=0o644)  # a file that others can write would not be read
     except OSError as error:
         raise HpcDdpError(
             f"{path} can't be written: {error.strerror}", hint="hpc-ddp site detect --print"

@@ -28,7 +28,7 @@ else:
 RECORD = ".config/hpc-ddp/trusted.json"
 
 
-def read(path: Path) -> bytes:
+def read_trusted(path: Path) -> bytes:
     """Return the content of a file that may act for the user.
 
     The opened file is checked, not the file of its name, so that no other file can be put in its
@@ -37,16 +37,16 @@ def read(path: Path) -> bytes:
     Raises
     ------
     UsageError
-        the file, or a link to it, belongs to another user than root; others can write the file, or
-        all can replace it; or it is no regular file: unless the user has accepted the file as it is
-        now. Also where the record of accepted files can't be used
+        the user has not accepted the file as it is now, and it, or a link to it, belongs to a user
+        other than this one and root, other users can write it, all users can replace it, or it is
+        no regular file. Also where the record of accepted files can't be used
     OSError
         the file can't be read
     """
-    content, status, others_can_write = _open(path)
-    fault = _fault(path, status, others_can_write)
-    if fault and _accepted().get(_key(path)) != _entry(content, status):
-        change = ", and has changed since it was accepted" if _key(path) in _accepted() else ""
+    content, status, others_can_write = _read_opened(path)
+    fault = _find_fault(path, status, others_can_write)
+    if fault and (accepted := _read_record()).get(_key(path)) != _entry(content, status):
+        change = ", and has changed since it was accepted" if _key(path) in accepted else ""
         raise UsageError(
             f"{path} is not used: {fault}{change}; accepted: a file that belongs to you or to root,"
             " and that no other user can write or replace",
@@ -70,11 +70,11 @@ def read_toml(path: Path) -> dict[str, Any]:
     ------
     UsageError
         the file is missing or can't be read, or isn't TOML (the message has the line); a text in it
-        has a NUL; or it may not act for the user (see `read`). A file that came with hpc-ddp always
-        may
+        has a NUL; or the file may not act for the user (see `read_trusted`). A file that came with
+        hpc-ddp always may
     """
     try:
-        content = path.read_bytes() if is_shipped(path) else read(path)
+        content = path.read_bytes() if is_shipped(path) else read_trusted(path)
         values: dict[str, Any] = tomllib.loads(content.decode("utf-8-sig"))
         if _has_nul(values):
             raise tomllib.TOMLDecodeError("a text has a NUL, which no path or argument can have")
@@ -90,8 +90,9 @@ def _has_nul(entry: object) -> bool:
     return any(map(_has_nul, entry)) if isinstance(entry, list) else "\0" in str(entry)
 
 
-def accept(path: Path) -> None:
-    """Record that a file may act for the user as long as its content and owner stay the same.
+def accept_file(path: Path) -> None:
+    """Write into the record that a file may act for the user as long as its content and owner stay
+    the same.
 
     Raises
     ------
@@ -101,20 +102,22 @@ def accept(path: Path) -> None:
         the record can't be written
     """
     try:
-        content, status, _ = _open(path)
+        content, status, _ = _read_opened(path)
     except OSError as error:
         raise UsageError(
             f"{path} can't be read: {error.strerror}", hint=f"ls -l {_quoted(path)}"
         ) from None
     if not stat.S_ISREG(status.st_mode):
         raise UsageError(f"{path} is no regular file; accepted: a TOML file or a template")
-    _write({**_accepted(), _key(path): _entry(content, status)})
+    _write_record({**_read_record(), _key(path): _entry(content, status)})
 
 
-def _open(path: Path) -> tuple[bytes, os.stat_result, bool]:
-    """Return a file's content (b'' if it is no regular file), its status, and whether other users
-    can write it. A link is followed. Raise OSError where the file can't be opened or read."""
-    # A symbolic link is followed to its end. Without O_NONBLOCK a FIFO would be waited for.
+def _read_opened(path: Path) -> tuple[bytes, os.stat_result, bool]:
+    """Open a file once; return its content (b'' if it is no regular file), its status, and whether
+    other users can write it. A link is followed. Raise OSError where the file can't be opened or
+    read."""
+    # realpath has followed all links: a link at its result, O_NOFOLLOW, was put there since.
+    # Without O_NONBLOCK the open of a FIFO would wait for a writer.
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
     with open(os.open(os.path.realpath(path), flags), "rb") as file:
         status = os.fstat(file.fileno())
@@ -122,10 +125,10 @@ def _open(path: Path) -> tuple[bytes, os.stat_result, bool]:
         return file.read() if stat.S_ISREG(status.st_mode) else b"", status, others_can_write
 
 
-def _fault(path: Path, status: os.stat_result, others_can_write: bool) -> str:
-    """Return in words why an opened file may not act for the user, by the link at `path`, the
-    `status` of the file, and its folder; '' where it may. `others_can_write` is what `_open`
-    returns. Raise OSError where the file is gone."""
+def _find_fault(path: Path, status: os.stat_result, others_can_write: bool) -> str:
+    """Return the reason, as text, why an opened file may not act for the user; '' where it may. It
+    comes from a link at `path`, and from the file's folder, `status` and `others_can_write` (see
+    `_read_opened`). Raise OSError where the file is gone."""
     uid = os.geteuid()
     link = path.lstat()
     if file_io.is_link_of_another(link):
@@ -135,10 +138,10 @@ def _fault(path: Path, status: os.stat_result, others_can_write: bool) -> str:
 
 
 def _key(path: Path) -> str:
-    """Return the name of a file in the record: the real path of its folder, with the file's own
+    """Return the key of a file in the record: the real path of its folder, with the file's own
     name."""
-    # All spellings of the folder give one key. A link counts by its own name: relative paths in the
-    # file are meant from the link's folder.
+    # All spellings of the folder give one key. A link to a file has a key of its own: relative
+    # paths in the file are seen from the link's folder.
     return os.path.join(os.path.realpath(path.absolute().parent), path.name)
 
 
@@ -151,7 +154,7 @@ def _quoted(path: Path) -> str:
     return shlex.quote(str(path))
 
 
-def _accepted() -> dict[str, Any]:
+def _read_record() -> dict[str, Any]:
     """Return the entries of the accepted files, by `_key`; {} where there is no record.
 
     Raises
@@ -162,13 +165,13 @@ def _accepted() -> dict[str, Any]:
     """
     path = home_folder() / RECORD
     try:
-        content, status, others_can_write = _open(path)
+        content, status, others_can_write = _read_opened(path)
         values = json.loads(content)
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
         raise UsageError(f"{path} can't be read: {error}", hint=f"rm {_quoted(path)}") from None
-    fault = _fault(path, status, others_can_write)
+    fault = _find_fault(path, status, others_can_write)
     if not (fault or isinstance(values, dict)):
         fault = "it holds no JSON object"
     if fault:
@@ -179,9 +182,9 @@ def _accepted() -> dict[str, Any]:
     return dict(values)
 
 
-def _write(values: dict[str, Any]) -> None:
-    """Replace the record by `values` in one step, and make its folder where it is missing. Raise
-    HpcDdpError where the disk refuses."""
+def _write_record(values: dict[str, Any]) -> None:
+    """Replace the record by `values`, the entries by `_key`, in one step; make its folder where it
+    is missing. Raise HpcDdpError where the disk refuses, UsageError without a home folder."""
     path = home_folder() / RECORD
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:

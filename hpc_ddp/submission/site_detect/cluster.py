@@ -1,7 +1,7 @@
 """A cluster as a login node sees it: its partitions, the kinds of its nodes, and preemption.
 
-`probe` queries Slurm's controller and the shell; all else is pure. Records hold the values of
-``scontrol`` and ``sacctmgr`` by name; a version of Slurm may lack some.
+`probe_cluster` queries Slurm's controller and the shell; all else is pure. Records hold the values
+of ``scontrol`` and ``sacctmgr`` by name; a version of Slurm may lack some.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class ClusterFacts:
     config
         ``scontrol show config``
     partitions, nodes
-        ``scontrol show partition`` and ``node``, in order
+        ``scontrol show partition`` and ``node``, in Slurm's order
     qos, accounts
-        the qualities of service, and the user's accounts, by the accounting; empty without one
+        the qualities of service, and the user's accounts, by Slurm's accounting; empty without it
     scratch
         the shared disks that variables of the shell name
     runs
@@ -78,9 +78,9 @@ class ClusterFacts:
         return _set_value(self.config, name)
 
 
-def probe(environ: Mapping[str, str]) -> ClusterFacts:
-    """Ask Slurm and look at this shell and machine; return the values of the cluster. Those of the
-    accounting are empty where it does not answer.
+def probe_cluster(environ: Mapping[str, str]) -> ClusterFacts:
+    """Ask Slurm, and look at this shell's variables (`environ`) and machine; return the facts of
+    the cluster. `qos` and `accounts` are empty where the accounting does not answer.
 
     Raises
     ------
@@ -93,43 +93,44 @@ def probe(environ: Mapping[str, str]) -> ClusterFacts:
         nodes=slurm.show_all("node"),
         qos=slurm.show_accounting("qos"),
         accounts=slurm.show_accounting("user", user_name(), "withassoc"),
-        scratch=_scratch(environ),
+        scratch=_find_disks(environ),
         runs=environ.get("HPC_DDP_RUNS", ""),
-        containers=_containers(),
-        python_disk=(sys.prefix, _network_disk(Path(sys.prefix))),
+        containers=_find_container_tools(),
+        python_disk=(sys.prefix, _network_type(Path(sys.prefix))),
     )
 
 
-def _scratch(environ: Mapping[str, str]) -> list[SharedDisk]:
-    """Return the disk of each variable of `SCRATCH` that is set and not empty."""
-    named = [(name, environ[name]) for name in SCRATCH if environ.get(name)]
+def _find_disks(environ: Mapping[str, str]) -> list[SharedDisk]:
+    """Return the disk of each variable of `SCRATCH` that is set and not empty, in that order."""
+    folders = {name: environ[name] for name in SCRATCH if environ.get(name)}
     return [
         SharedDisk(name, path, Path(path).is_dir() and os.access(path, os.W_OK))
-        for name, path in named
+        for name, path in folders.items()
     ]
 
 
-def _containers() -> list[str]:
-    """Return the container tools that are installed here, ``pyxis`` among them where srun has its
-    options."""
+def _find_container_tools() -> list[str]:
+    """Return the container tools that are installed here, in the order of `CONTAINERS`; ``pyxis``
+    comes last, where srun has its options. srun is asked for its help."""
     pyxis = ["pyxis"] if slurm.takes_option("srun", "container-image") else []
     return [name for name in CONTAINERS if shutil.which(name)] + pyxis
 
 
-def _network_disk(folder: Path) -> str:
-    """Return the type of the network file system of a folder, as ``nfs4``; '' for another disk, and
-    where there is no /proc."""
+def _network_type(folder: Path) -> str:
+    """Return the type of the network file system that a folder is on, as ``nfs4``; '' for a disk of
+    this machine, and where there is no /proc."""
     types = {}
     with suppress(OSError):
         for line in Path("/proc/mounts").read_text(errors="replace").splitlines():
-            types[line.split()[1]] = line.split()[2]
+            types[line.split()[1]] = line.split()[2]  # by mount point; the newest mount comes last
+    # The nearest mount point above counts.
     kind = next((types[str(p)] for p in (folder, *folder.parents) if str(p) in types), "")
     return kind if kind.startswith(NETWORK) else ""
 
 
 class NodeKind(NamedTuple):
-    """A make of nodes: the GPUs of a node as (type, number), with type '' where Slurm names none,
-    its CPUs, and its memory in MB."""
+    """The equipment that some nodes have in common: the GPUs of a node as (type, number), where a
+    type that Slurm does not name is ''; its number of CPUs; and its memory in MB."""
 
     gpus: tuple[tuple[str, int], ...]
     cpus: int
@@ -137,7 +138,7 @@ class NodeKind(NamedTuple):
 
     @property
     def gpu_requests(self) -> list[str]:
-        """The values of --gpus-per-node for all GPUs of such a node, one for each type."""
+        """The values of --gpus-per-node for all GPUs of such a node, one for each type of GPU."""
         return [f"{type}:{count}" if type else str(count) for type, count in self.gpus]
 
     def __str__(self) -> str:
@@ -165,13 +166,13 @@ class Partition:
 
     @property
     def is_whole(self) -> bool:
-        """Whether a job gets whole nodes. Slurm 26.05 has a field of its own for it."""
+        """Whether a job gets whole nodes. In Slurm 26.05 the field ``Exclusive`` has it."""
         is_exclusive = self.values.get("OverSubscribe", "").startswith("EXCLUSIVE")
         return is_exclusive or self.values.get("Exclusive", "") == "NODE"
 
     @property
     def tier(self) -> int:
-        """The partition's priority tier; jobs of a higher one may preempt those of a lower one."""
+        """The partition's priority tier; jobs of a higher tier may preempt jobs of a lower one."""
         return int(self.values.get("PriorityTier") or 1)
 
     @property
@@ -180,7 +181,8 @@ class Partition:
 
     @cached_property
     def gpu_requests(self) -> list[str]:
-        """The values of --gpus-per-node for all GPUs of a node, for each kind of node."""
+        """The values of --gpus-per-node for all GPUs of a node: those of each kind of node, each
+        value once."""
         return list(dict.fromkeys(text for kind in self.kinds for text in kind.gpu_requests))
 
     def value(self, name: str) -> str:
@@ -189,7 +191,8 @@ class Partition:
 
     @property
     def summary(self) -> str:
-        """The partition in a line: nodes, time limits, and whether it is the default."""
+        """The partition as a line of text: whether it is the default, its nodes (three kinds at
+        most), whether jobs get whole nodes, and its time limits."""
         kinds = ", or ".join(map(str, self.kinds[:3])) or "unknown"
         parts = [f"{len(self.nodes)} node{'s' * (len(self.nodes) != 1)}: {kinds}"]
         if self.is_default:
@@ -204,8 +207,8 @@ class Partition:
 
 
 def partitions_of(facts: ClusterFacts) -> list[Partition]:
-    """Return the partitions with the kinds of their nodes, in Slurm's order; a node without a
-    number of CPUs or MB has 0."""
+    """Return the partitions with their nodes, in Slurm's order. For a node of which Slurm does not
+    print the CPUs or the memory, the number is 0."""
     partitions = []
     for values in facts.partitions:
         name = values["PartitionName"]
@@ -229,21 +232,22 @@ class Preemption:
 
     scope: tuple[str, str] | None  # as ("partition", "low"); None: any job may be preempted
     mode: str  # Slurm's PreemptMode, as REQUEUE
-    grace_s: int
-    by: Sequence[str]  # the partitions or QOS whose jobs preempt; empty where unknown
+    grace_s: int  # seconds
+    by: Sequence[str]  # the partitions or QOS whose jobs preempt these; empty where unknown
 
     def __str__(self) -> str:
-        """The preemption in words, as a part of a sentence."""
+        """The preemption as text: a sentence without a full stop."""
         by = f" by {', '.join(self.by)}" if self.by else ""
         return f"jobs can be preempted{by} ({self.mode}, {self.grace_s} s of grace)"
 
 
-def preemptions(facts: ClusterFacts, partitions: Sequence[Partition]) -> list[Preemption]:
-    """Return the partitions, or the QOS, whose jobs may be preempted; [] where no job may be.
-    Preemption by QOS without the accounting's list of them is one row, for any job."""
+def find_preemptions(facts: ClusterFacts, partitions: Sequence[Partition]) -> list[Preemption]:
+    """Return the partitions, or the QOS, whose jobs may be preempted; [] where no job may be. Where
+    jobs are preempted by QOS, and the accounting does not list the QOS, the result is a single
+    preemption, for any job."""
     plugin = facts.value("PreemptType").rpartition("/")[2]
     if plugin == "partition_prio":
-        return [row for p in partitions if (row := _of_partition(p, partitions))]
+        return [row for p in partitions if (row := _preemption_in(p, partitions))]
     if plugin != "qos":
         return []
     if not facts.qos:
@@ -260,9 +264,9 @@ def preemptions(facts: ClusterFacts, partitions: Sequence[Partition]) -> list[Pr
     return rows
 
 
-def _of_partition(partition: Partition, partitions: Sequence[Partition]) -> Preemption | None:
-    """Return how jobs of a partition may be preempted: by jobs of partitions of a higher tier that
-    share nodes with it. None where they may not."""
+def _preemption_in(partition: Partition, partitions: Sequence[Partition]) -> Preemption | None:
+    """Return the preemption of a partition's jobs, by jobs of partitions of a higher tier that have
+    nodes in common with it; None where there is no such partition, or preemption is off."""
     mode = partition.value("PreemptMode")
     by = [p.name for p in partitions if p.tier > partition.tier and p.nodes & partition.nodes]
     if not by or mode in ("", "OFF"):
@@ -279,7 +283,7 @@ def _set_value(record: Row, name: str) -> str:
 
 
 def _seconds(text: str) -> int:
-    """Return the seconds of a number with or without ``sec``, or of a time as ``00:02:00``; 0 for
-    anything else."""
+    """Return the seconds in `text`: a number, with or without ``sec``, or a time as ``00:02:00``; 0
+    for any other text."""
     match = re.fullmatch(r"(\d+)( sec)?", text)
     return int(match[1]) if match else slurm_seconds(text) or 0

@@ -16,20 +16,18 @@ from hpc_ddp.submission.site_detect.cluster import (
     ClusterFacts,
     Partition,
     Preemption,
+    find_preemptions,
     partitions_of,
-    preemptions,
 )
 
 OLDEST_SLURM = (20, 11)  # the oldest version of Slurm that hpc-ddp supports
-
-
 TableScope = tuple[str, str]  # a partition or a QOS, as ("partition", "low")
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A line of the site file; one that is not certain is a comment there. `scope` is its partition
-    or QOS; None: it is for all jobs."""
+    """A line of the site file, with the reason `why`; a setting that is not certain becomes a
+    comment. `scope` is the partition or QOS that it is for; None: for all jobs."""
 
     key: str
     value: str | int | bool | list[str]
@@ -40,8 +38,8 @@ class Setting:
 
 @dataclass(frozen=True)
 class Site:
-    """The content of a site file: settings, and remarks (sentences). `tables` has a summary of each
-    table by its scope."""
+    """The content of a site file. `remarks` are sentences for its head; `tables` has the summary of
+    each table, by the table's scope, in the order of the file."""
 
     title: str
     settings: Sequence[Setting]
@@ -52,60 +50,62 @@ class Site:
         """Return the text of the file; `date` is the day on which Slurm printed the values."""
         lines = [f"# {self.title}", f"# Written by `hpc-ddp site detect` on {date}."]
         lines += [f"# {remark}" for remark in self.remarks]
-        lines += [_line(setting) for setting in self.settings if setting.scope is None]
-        for (kind, name), summary in self.tables.items():
-            is_bare = re.fullmatch(r"[\w-]+", name, re.A)
-            lines += ["", f"[when.{kind}.{name if is_bare else json.dumps(name)}]  # {summary}"]
-            lines += [_line(setting) for setting in self.settings if setting.scope == (kind, name)]
+        lines += [_toml_line(setting) for setting in self.settings if setting.scope is None]
+        for scope, summary in self.tables.items():
+            kind, name = scope
+            key = name if re.fullmatch(r"[\w-]+", name, re.A) else json.dumps(name)
+            lines += ["", f"[when.{kind}.{key}]  # {summary}"]
+            lines += [_toml_line(setting) for setting in self.settings if setting.scope == scope]
         return "\n".join(lines) + "\n"
 
 
-def _line(setting: Setting) -> str:
-    """Return a setting as a line of TOML, a comment where it is not certain."""
+def _toml_line(setting: Setting) -> str:
+    """Return a setting as a line of TOML, which is a comment where the setting is not certain."""
     mark = "" if setting.is_certain else "# "
     return f"{mark}{setting.key} = {json.dumps(setting.value)}  # {setting.why}"
 
 
-def describe(facts: ClusterFacts, shipped_keys: Collection[str] = ()) -> Site:
-    """Return the site file of a cluster.
+def infer_site(facts: ClusterFacts, shipped_keys: Collection[str] = ()) -> Site:
+    """Return the content of a site file for a cluster.
 
     `shipped_keys` are the keys that the shipped file of this site has already: they are left out.
-    Partitions and QOS have a table only where they have a setting or may be preempted.
+    Only partitions and QOS that have a setting, or whose jobs may be preempted, have a table.
     """
     partitions = partitions_of(facts)
-    threats = preemptions(facts, partitions)
+    preemptions = find_preemptions(facts, partitions)
     settings = [
-        *_accounts(facts),
-        *_chains(threats),
-        *_expedited(facts),
+        *_account(facts),
+        *_chains(preemptions),
+        *_expedited_requeue(facts),
         *_requests(facts, partitions),
         *_scratch(facts),
-        *_tool(facts),
+        *_container_tool(facts),
         *_stage(facts),
     ]
     settings = [setting for setting in settings if setting.key not in shipped_keys]
     if "partition" not in shipped_keys:
         settings = [*_default_partition(partitions, settings), *settings]
-    scopes = {setting.scope for setting in settings} | {threat.scope for threat in threats}
+    scopes = {setting.scope for setting in settings} | {row.scope for row in preemptions}
     summaries = {("partition", p.name): p.summary for p in partitions}
     summaries |= {("qos", qos["Name"]): "a QOS" for qos in facts.qos}
-    for threat in threats:
-        if threat.scope:
-            summaries[threat.scope] += f"; {threat}"
+    for preemption in preemptions:
+        if preemption.scope:
+            summaries[preemption.scope] += f"; {preemption}"
     return Site(
         title=_title(facts, partitions),
         settings=settings,
         remarks=[
             *_remarks(facts, partitions),
-            *(f"{threat}." for threat in threats if threat.scope is None),
-            *([] if {"scratch", "runs-dir"} & {*shipped_keys} else _runs_folder(facts)),
+            *(f"{preemption}." for preemption in preemptions if preemption.scope is None),
+            *([] if {"scratch", "runs-dir"} & {*shipped_keys} else _remarks_on_runs(facts)),
         ],
         tables={scope: text for scope, text in summaries.items() if scope in scopes},
     )
 
 
 def _title(facts: ClusterFacts, partitions: Sequence[Partition]) -> str:
-    """Return a sentence on the cluster: name, version, partitions, nodes."""
+    """Return a sentence on the cluster: its name, Slurm's version, the numbers of partitions, nodes
+    and nodes with GPUs."""
     name = facts.value("ClusterName") or "this cluster"
     version = facts.value("SLURM_VERSION") or "of unknown version"
     gpus = sum(1 for node in facts.nodes if gpus_of(node.get("Gres", "")))
@@ -118,8 +118,9 @@ def _title(facts: ClusterFacts, partitions: Sequence[Partition]) -> str:
 def _default_partition(
     partitions: Sequence[Partition], settings: Sequence[Setting]
 ) -> list[Setting]:
-    """Return the setting that names Slurm's default partition, so that its table counts for jobs
-    that name none; [] where none of the `settings` is for it."""
+    """Return a setting, as a list of one, that names Slurm's default partition: so the partition's
+    table counts for jobs that name no partition. [] where none of the `settings` is for this
+    partition. The setting is a comment if its whole table is."""
     for p in partitions:
         table = [setting for setting in settings if setting.scope == ("partition", p.name)]
         if p.is_default and table:
@@ -129,9 +130,9 @@ def _default_partition(
     return []
 
 
-def _accounts(facts: ClusterFacts) -> list[Setting]:
-    """Return the user's default account, as a comment; [] for a user with less than two accounts
-    here."""
+def _account(facts: ClusterFacts) -> list[Setting]:
+    """Return the setting, not certain, of the user's default account, or of the first; [] for a
+    user with less than two accounts on this cluster."""
     cluster = facts.value("ClusterName")
     rows = [row for row in facts.accounts if row.get("Cluster") in ("", cluster)]
     names = list(dict.fromkeys(row["Account"] for row in rows if row["Account"]))
@@ -142,29 +143,30 @@ def _accounts(facts: ClusterFacts) -> list[Setting]:
     return [Setting("account", default or names[0], why, is_certain=False)]
 
 
-def _chains(threats: Sequence[Preemption]) -> list[Setting]:
-    """Return ``continue-by = "resubmit"`` for each partition or QOS, or for all jobs, where Slurm
-    cancels the jobs that it preempts; [] where it does not."""
+def _chains(preemptions: Sequence[Preemption]) -> list[Setting]:
+    """Return ``continue-by = "resubmit"`` for each of `preemptions` (a partition, a QOS, or all
+    jobs) in which Slurm cancels the preempted jobs."""
     why = "PreemptMode=CANCEL: a preempted job is not requeued"
     return [
-        Setting("continue-by", "resubmit", why, threat.scope)
-        for threat in threats
-        if "CANCEL" in threat.mode
+        Setting("continue-by", "resubmit", why, preemption.scope)
+        for preemption in preemptions
+        if "CANCEL" in preemption.mode
     ]
 
 
-def _expedited(facts: ClusterFacts) -> list[Setting]:
-    """Return the request for the highest priority after a requeue (Slurm 25.11 and later); [] where
-    it is not enabled."""
+def _expedited_requeue(facts: ClusterFacts) -> list[Setting]:
+    """Return the option of sbatch with which a requeued job gets the highest priority (Slurm 25.11
+    and later); [] where the cluster does not enable it."""
     if "enable_expedited_requeue" not in facts.value("SlurmctldParameters"):
         return []
     return [Setting("sbatch", ["--requeue=expedite"], "a requeued job comes first, without a wait")]
 
 
 def _requests(facts: ClusterFacts, partitions: Sequence[Partition]) -> list[Setting]:
-    """Return a setting for each request that jobs may need in a partition: for all GPUs of a node,
-    and, where jobs share nodes, for its CPUs; [] where no node has GPUs. Only a request for GPUs
-    can be certain: where jobs get whole nodes, all of one kind and with one type of GPUs.
+    """Return settings for the partitions that have GPUs: a request for all GPUs of a node, one for
+    each type and number; and, where jobs share nodes, a request for all CPUs of a node. A request
+    for GPUs is certain in a partition of whole nodes that are all of one kind, with one type of
+    GPUs; other requests are not certain.
 
     Measured: in a partition with whole nodes a step without a request has no GPUs.
     """
@@ -178,44 +180,47 @@ def _requests(facts: ClusterFacts, partitions: Sequence[Partition]) -> list[Sett
             )
         if p.gpu_requests and not p.is_whole and p.kinds[0].cpus:
             why = f"all CPUs of a node; without it: {_default_cpus(facts, p)}"
-            settings.append(Setting("cpus-per-node", p.kinds[0].cpus, why, scope, False))
+            # The first kind is the most common one.
+            settings.append(Setting("cpus-per-node", p.kinds[0].cpus, why, scope, is_certain=False))
     return settings
 
 
 def _default_cpus(facts: ClusterFacts, partition: Partition) -> str:
-    """Return the CPUs that a job gets in a partition without a request, in words."""
+    """Return the CPUs that a job in a partition gets without a request, as text."""
+    # The partition's value stands first, so that it is found first.
     defaults = f"{partition.value('JobDefaults')},{facts.value('JobDefaults')}"
     match = re.search(r"DefCpuPerGPU=(\d+)", defaults)
     return f"{match[1]} per GPU (DefCpuPerGPU)" if match else "one core for all workers"
 
 
 def _scratch(facts: ClusterFacts) -> list[Setting]:
-    """Return the disk for runs, the first that can be written; [] where it is hpc-ddp's default,
-    none is known, or HPC_DDP_RUNS names the folder."""
+    """Return the setting of the disk for runs: the first that can be written. [] where this is
+    hpc-ddp's default ($SCRATCH), where no disk is known, or where HPC_DDP_RUNS names the folder."""
     writable = [disk.variable for disk in facts.scratch if disk.is_writable]
     if not writable or writable[0] == "SCRATCH" or facts.runs:
         return []
     return [Setting("scratch", f"${writable[0]}", "set in this shell, and writable")]
 
 
-def _tool(facts: ClusterFacts) -> list[Setting]:
-    """Return the first container tool that is installed; [] for hpc-ddp's default, or without
-    one."""
+def _container_tool(facts: ClusterFacts) -> list[Setting]:
+    """Return the setting of the first container tool that is installed; [] where this is hpc-ddp's
+    default, or where no tool is installed."""
     if not facts.containers or facts.containers[0] == DEFAULT_TOOL:
         return []
     return [Setting("container-tool", facts.containers[0], "installed here, for --image")]
 
 
 def _stage(facts: ClusterFacts) -> list[Setting]:
-    """Return ``--stage``, as a comment, where this Python's environment is behind a network; else
-    []."""
-    folder, disk = facts.python_disk
-    why = f"{folder} is on {disk}: try it where `hpc-ddp explain` says that imports are slow"
-    return [Setting("stage", True, why, is_certain=False)] if disk else []
+    """Return the setting ``stage``, not certain, where this Python's environment is on a network
+    file system; else []."""
+    folder, network = facts.python_disk
+    why = f"{folder} is on {network}: try it where `hpc-ddp explain` says that imports are slow"
+    return [Setting("stage", True, why, is_certain=False)] if network else []
 
 
 def _remarks(facts: ClusterFacts, partitions: Sequence[Partition]) -> list[str]:
-    """Return sentences on what keeps jobs from starting, or needs a decision; [] for neither."""
+    """Return sentences on what keeps jobs from starting here, or needs a decision of the user's:
+    Slurm's version, no default partition, no GPUs, no arrays, no account."""
     remarks = []
     match = re.match(r"(\d+)\.(\d+)", facts.value("SLURM_VERSION"))
     if match and (int(match[1]), int(match[2])) < OLDEST_SLURM:
@@ -233,7 +238,7 @@ def _remarks(facts: ClusterFacts, partitions: Sequence[Partition]) -> list[str]:
     return remarks
 
 
-def _runs_folder(facts: ClusterFacts) -> list[str]:
+def _remarks_on_runs(facts: ClusterFacts) -> list[str]:
     """Return sentences on the folder where runs are kept, and, unless HPC_DDP_RUNS names that
     folder, on disks for it that can't be written."""
     if facts.runs:

@@ -18,8 +18,8 @@ from unit.core.fakes import NESTED
 
 def test_a_bundle_leaves_out_json_that_can_not_be_parsed() -> None:
     redaction = Redaction(JobSpec("train.py"), {})
-    assert redaction.clean(NESTED, ".json") == REDACTED
-    assert redaction.clean(f'{{"a": 1}}\n{NESTED}', ".jsonl") == f'{{"a": 1}}\n{REDACTED}'
+    assert redaction.redact_file(NESTED, ".json") == REDACTED
+    assert redaction.redact_file(f'{{"a": 1}}\n{NESTED}', ".jsonl") == f'{{"a": 1}}\n{REDACTED}'
 
 
 @pytest.mark.parametrize(
@@ -37,14 +37,14 @@ def test_a_secret_of_the_job_is_left_out_of_its_logs(job: dict[str, Any], secret
     """Whatever stands before it there."""
     redaction = Redaction(JobSpec("train.py", **job), {"A_TOKEN": f"{secret}-and-more"})
     text = f"joined as {secret}, and as {secret}-and-more"
-    assert redaction.clean(text, ".log") == f"joined as {REDACTED}, and as {REDACTED}"
+    assert redaction.redact_file(text, ".log") == f"joined as {REDACTED}, and as {REDACTED}"
 
 
 def test_options_and_short_values_are_no_secrets_of_a_log() -> None:
     args = ("--use-token", "--learning-rate", "0.1", "--key", "1", "--tokenizer", "gpt2-medium")
     redaction = Redaction(JobSpec("train.py", args=args), {})
     text = "--learning-rate 0.1 of gpt2-medium, 1 rank"
-    assert redaction.clean(text, ".log") == text
+    assert redaction.redact_file(text, ".log") == text
 
 
 def test_links_of_another_user_reach_no_bundle(
@@ -56,7 +56,7 @@ def test_links_of_another_user_reach_no_bundle(
     (run.path / "task-0").symlink_to(secret)
     (run.logs / "slurm.out").symlink_to(secret / "key")
     assert read_tail(log, 100) == ""
-    _, omissions = bundle.write(run, tmp_path / "bundle.tar.gz")
+    _, omissions = bundle.write_bundle(run, tmp_path / "bundle.tar.gz")
     assert [line for line in omissions if "slurm.out" in line]
     run.journal_folder.joinpath("keys.jsonl").symlink_to(secret / "keys.jsonl")
     with pytest.raises(OSError, match="a link of another user"):
@@ -66,7 +66,7 @@ def test_links_of_another_user_reach_no_bundle(
 def test_the_environment_of_the_batch_script_is_left_out(run: RunFolder, tmp_path: Path) -> None:
     (run.logs / ".environ-7").write_text("INTERNAL=a-word\0")
     (run.logs / "slurm.out").write_text("out")
-    packed, omissions = bundle.write(run, tmp_path / "bundle.tar.gz")
+    packed, omissions = bundle.write_bundle(run, tmp_path / "bundle.tar.gz")
     assert [line for line in omissions if ".environ-7" in line]
     assert not [line for line in packed if ".environ" in line]
 
@@ -76,5 +76,5 @@ def test_a_long_line_is_redacted_in_linear_time(text: str) -> None:
     """With a look from each dash over all others, 10,000 took 28 s."""
     redaction = Redaction(JobSpec("t.py"), {})
     began = time.process_time()
-    redaction.clean(text, ".log")
+    redaction.redact_file(text, ".log")
     assert time.process_time() - began < 10

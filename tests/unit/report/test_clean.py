@@ -76,7 +76,7 @@ def deleted_by(root: Path, *named: RunFolder, only: bool = False, **how: Any) ->
     items = clean.find_deletions(
         root, named, how.get("older_than_s", 0.0), how.get("states", ()), checkpoints_only=only
     )
-    assert [problem for _, problem in clean.delete(items, root) if problem] == []
+    assert [problem for _, problem in clean.delete_parts(items, root) if problem] == []
     deleted = before - {path.relative_to(root) for path in root.glob("digits/**/*")}
     assert not list(root.glob(f"*/{clean.TRASH}*/*"))
     tops = {path for path in deleted if not {*path.parents} & deleted}
@@ -190,7 +190,7 @@ def test_a_slurm_without_an_answer_is_reported_once(
     make("1")
     monkeypatch.setattr(clean, "read_queue", lambda: Queue(None, problem="squeue refused: x"))
     items = clean.find_deletions(root, [], 0, (), checkpoints_only=False)
-    assert list(clean.delete(items, root)) == []
+    assert list(clean.delete_parts(items, root)) == []
     assert capfd.readouterr().err.count("squeue refused: x; runs that have a job are left") == 1
 
 
@@ -198,7 +198,7 @@ def test_a_run_that_was_resumed_meanwhile_stays(root: Path, make: Any) -> None:
     run = make("1")
     items = clean.find_deletions(root, [], 0, (), checkpoints_only=False)
     run.journal("submit").write(raw("submitted"))
-    ((_, problem),) = clean.delete(items, root)
+    ((_, problem),) = clean.delete_parts(items, root)
     assert "was resumed meanwhile" in problem
     assert len(all_runs(root)) == 1
     assert run.events()[-1].event == "submitted"
@@ -220,7 +220,7 @@ def test_links_are_not_followed(root: Path, make: Any, tmp_path: Path) -> None:
     assert (tmp_path / "elsewhere" / "1" / "job.json").exists()
     (root / "digits").mkdir()
     (root / "digits" / f"{clean.TRASH}x").symlink_to(tmp_path / "elsewhere")
-    list(clean.delete([], root))
+    list(clean.delete_parts([], root))
     assert (tmp_path / "elsewhere" / "1" / "job.json").exists()
 
 
@@ -228,7 +228,7 @@ def test_an_interrupted_deletion_is_completed(root: Path, make: Any) -> None:
     make("1")
     (root / "digits" / f"{clean.TRASH}x" / "left" / "over").mkdir(parents=True)
     assert [run.id for run in all_runs(root)] == ["1"]
-    list(clean.delete([], root))
+    list(clean.delete_parts([], root))
     assert [path.name for path in (root / "digits").iterdir()] == ["1"]
 
 
@@ -350,9 +350,9 @@ def test_a_run_that_went_on_meanwhile_and_can_not_be_put_back_is_kept(
         return fingerprint(looked_at)
 
     monkeypatch.setattr(clean, "_fingerprint", resume)
-    ((_, problem),) = clean.delete(items, root)
+    ((_, problem),) = clean.delete_parts(items, root)
     assert "was resumed meanwhile, and left alone, in " in problem
     (kept,) = root.glob(f"*/{clean.HOLDING}*/1")
     assert (kept / "checkpoints" / "step-6").is_dir()
-    list(clean.delete([], root))
+    list(clean.delete_parts([], root))
     assert kept.is_dir()

@@ -112,8 +112,8 @@ def _hang(written: Written, ranks: int) -> None:
 
 def test_equal_stacks_of_many_ranks_are_looked_at_once(written: Written, count: Count) -> None:
     _hang(written, 64)
-    node_records._place_of.cache_clear()
-    places = count(node_records, "place_in")
+    node_records._user_line_of_stack.cache_clear()
+    places = count(node_records, "find_user_line")
     hang_places = facts.gather(written.run).hang_places
     assert len(places) == 2
     assert hang_places == {rank: f"t.py line {8 if rank == 9 else 7}" for rank in range(64)}
@@ -123,7 +123,7 @@ def test_explain_reads_the_torchrun_log_of_the_failed_node_alone(
     written: Written, count: Count
 ) -> None:
     _hang(written, 64)
-    tails = count(facts, "tail")
+    tails = count(facts, "read_log_end")
     gathered = facts.gather(written.run)
     assert (gathered.failure and gathered.failure.node) == "n0"
     assert [path.parent.name for path in tails if path.name == "agent.log"] == ["n0"]

@@ -123,7 +123,7 @@ def test_what_is_deleted_stays_in_folders_of_the_user(
 
     monkeypatch.setattr(Path, "rename", note)
     deletions = clean.find_deletions(root, [], 0, (), checkpoints_only=False)
-    assert [problem for _, problem in clean.delete(deletions, root)] == ["", ""]
+    assert [problem for _, problem in clean.delete_parts(deletions, root)] == ["", ""]
     run_target, trash, step_target = sorted(moved)
     assert run_target.parent.parent == trash.parent == root / "done"
     assert step_target.parent == unfinished.checkpoints
@@ -138,7 +138,7 @@ def test_clean_deletes_nothing_that_others_could_replace(
     run = make("own")
     deletions = clean.find_deletions(root, [], 0, (), checkpoints_only=False)
     root.chmod(0o777)
-    ((_, problem),) = clean.delete(deletions, root)
+    ((_, problem),) = clean.delete_parts(deletions, root)
     assert "it can be written by other users" in problem
     assert run.job_json.exists()
 

@@ -20,7 +20,7 @@ def test_a_full_disk_leaves_no_new_run_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_new: bool
 ) -> None:
     prepared = prepare_run(tmp_path)
-    monkeypatch.setattr(backends, "render", raise_disk_full)
+    monkeypatch.setattr(backends, "write_script", raise_disk_full)
     with pytest.raises(OSError, match="No space left"):
         backends.start(replace(prepared, is_new=is_new))
     assert prepared.run.path.exists() is not is_new

@@ -23,7 +23,7 @@ from unit.fakes import Slurm, stop_clock
 
 @pytest.fixture
 def prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PreparedRun:
-    monkeypatch.setattr(backends, "render", lambda prepared: "")
+    monkeypatch.setattr(backends, "write_script", lambda prepared: "")
     run = RunFolder(tmp_path / "train" / "20260101-000000-abcd").make()
     return PreparedRun(JobSpec("train.py"), run, tmp_path, tmp_path / "train.py", is_new=True)
 

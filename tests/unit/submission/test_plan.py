@@ -54,7 +54,7 @@ def test_nothing_of_a_run_can_be_written_by_its_group(
         monkeypatch.setattr(library, "PACKAGE", package)
         settings = Settings({"script": "train.py"})
         run = plan.plan_new(settings, project, tmp_path / "runs").write()
-        backends.render(run)
+        backends.write_script(run)
         backends.SubmititBackend().write_further_files(run)
         make_task(run.run, 0)
         run.run.claim_attempt({}, lambda _: False)
@@ -94,7 +94,7 @@ def test_a_disk_that_keeps_no_permissions_is_refused_before_the_job(
         monkeypatch.setattr(os, name, lambda *_, **options: None)
     new = plan.plan_new(Settings({"script": "train.py"}), tmp_path, tmp_path / "runs")
     with pytest.raises(UsageError, match=r"runs does not keep permissions: .* mode 0\d") as caught:
-        backends.render(new.write())
+        backends.write_script(new.write())
     assert "--runs-dir" in str(caught.value.hint)
     assert (new.run.path / "journal").exists() is (folder_mode == 0o755)  # `render` removes none
 
@@ -272,7 +272,7 @@ def test_a_file_in_the_way_is_no_other_submit(
     def refuse(*_: object) -> None:
         raise FileExistsError(errno.EEXIST, "File exists", str(new.run.code / "train.py"))
 
-    monkeypatch.setattr(snapshot, "take", refuse)
+    monkeypatch.setattr(snapshot, "take_snapshot", refuse)
     text = "made by another submit" if is_taken else "can't be written: File exists"
     with pytest.raises(UsageError, match=text):
         new.write()

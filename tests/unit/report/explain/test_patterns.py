@@ -8,7 +8,12 @@ from typing import Any
 import pytest
 
 from hpc_ddp.core.errors import EARLY_EXIT
-from hpc_ddp.report.explain.patterns import FAILURES, PENDING_REASONS, explain_pending, recognise
+from hpc_ddp.report.explain.patterns import (
+    FAILURES,
+    PENDING_REASONS,
+    explain_pending,
+    recognise_failure,
+)
 from tests.accept import is_accepted
 from unit.report.written_runs import (
     CUDA_OOM,
@@ -388,7 +393,7 @@ def test_every_row_can_be_filled_in(written: Written, cause: Any) -> None:
 
 def test_ordinary_output_is_no_cause() -> None:
     output = "epoch 1  step 24  loss 0.8\ntest accuracy 0.93\nhpc-ddp: goodput 6 %\n"
-    assert recognise(output) is None
+    assert recognise_failure(output) is None
 
 
 PAGE = Path(__file__).parents[4] / "docs" / "troubleshooting.md"

@@ -28,7 +28,7 @@ def test_a_broken_git_index_is_named(tmp_path: Path) -> None:
     (tmp_path / ".git" / "index").write_text("x")
     run = RunFolder(tmp_path / "runs" / "train" / "20260101-000000-abcd").make()
     with pytest.raises(UsageError, match=r"git can't list the files of .*index") as error:
-        snapshot.take(script, run, ())
+        snapshot.take_snapshot(script, run, ())
     assert str(tmp_path) in str(error.value.hint)
 
 
@@ -65,7 +65,7 @@ def test_git_fetches_nothing_for_a_snapshot(
     (repository / ".git" / "objects" / tree[:2] / tree[2:]).unlink()
     run = RunFolder(tmp_path / "runs" / "train" / "20260101-000000-abcd").make()
     with suppress(UsageError):
-        snapshot.take(repository / "top" / "train.py", run, ())
+        snapshot.take_snapshot(repository / "top" / "train.py", run, ())
     assert not ran.exists()
 
 
@@ -91,7 +91,7 @@ def test_what_a_submit_copies_has_the_times_of_now(tmp_path: Path) -> None:
     carry_library(run)
     (tmp_path / "train.py").touch()
     os.utime(tmp_path / "train.py", (1, 1))
-    snapshot.take(tmp_path / "train.py", run, ())
+    snapshot.take_snapshot(tmp_path / "train.py", run, ())
     assert min(path.stat().st_mtime for path in run.path.rglob("*.py")) > began
 
 
@@ -103,7 +103,7 @@ def test_a_copy_whose_note_can_not_be_written_is_removed(tmp_path: Path) -> None
     run = RunFolder(tmp_path / "runs" / "train" / "20260101-000000-abcd").make()
     (run.code / ".script-0" / "x").mkdir(parents=True)
     with pytest.raises(IsADirectoryError):
-        snapshot.take(script, run, ())
+        snapshot.take_snapshot(script, run, ())
     assert [path.name for path in run.code.iterdir()] == [".script-0"]
 
 
@@ -114,13 +114,13 @@ def test_a_snapshot_takes_no_folder_of_an_older_one(tmp_path: Path) -> None:
     script.write_text("")
     run = RunFolder(tmp_path / "train" / "20260101-000000-abcd").make()
     for number in range(2):
-        assert snapshot.place(script, run)[0] == run.code / str(number)
-        snapshot.take(script, run, ())
+        assert snapshot.next_place(script, run)[0] == run.code / str(number)
+        snapshot.take_snapshot(script, run, ())
     shutil.rmtree(run.code / "0")
-    assert snapshot.place(script, run) == (run.code / "2", run.code / "2" / "train.py")
+    assert snapshot.next_place(script, run) == (run.code / "2", run.code / "2" / "train.py")
 
 
-def test_files_that_have_changed_since_are_named(tmp_path: Path) -> None:
+def test_files_that_have_find_changed_files_are_named(tmp_path: Path) -> None:
     code, live = tmp_path / "code" / "0", tmp_path / "live"
     for folder in (code, live):
         (folder / "sub").mkdir(parents=True)
@@ -130,7 +130,7 @@ def test_files_that_have_changed_since_are_named(tmp_path: Path) -> None:
     (live / "sub" / "other.py").write_text("new")
     (live / "more.py").write_text("no part of the snapshot")
     (code / "output.txt").write_text("of an earlier run")
-    changed = snapshot.changed_since(code, Path("sub/train.py"), live / "sub" / "train.py")
+    changed = snapshot.find_changed_files(code, Path("sub/train.py"), live / "sub" / "train.py")
     assert changed == ["sub/gone.py", "sub/other.py"]
 
 
@@ -150,9 +150,9 @@ def test_what_trainings_leave_behind_is_no_code(
         with open(tmp_path / name, "wb") as file:
             file.truncate(size)
     run = RunFolder(tmp_path / "elsewhere" / "train" / "20260101-000000-abcd")
-    assert sorted(snapshot.files(script, run, ())[1]) == ["small.pt", "train.py"]
+    assert sorted(snapshot.select_files(script, run, ())[1]) == ["small.pt", "train.py"]
     assert "no room for best.pt (40.0 MB), last.pth (30.0 MB)" in capsys.readouterr().err
-    assert sorted(snapshot.files(script, run, ("last.*",))[1]) == [
+    assert sorted(snapshot.select_files(script, run, ("last.*",))[1]) == [
         *("best.pt", "small.pt", "train.py"),
     ]
     assert not capsys.readouterr().err
@@ -184,7 +184,7 @@ def test_submodules_are_code_and_other_clones_are_named(
     (project / "clone" / "a.log").touch()
     run = RunFolder(project / "runs" / "train" / "20260101-000000-abcd").make()
     script = project / "train.py"
-    snapshot.take(script, run, ())
+    snapshot.take_snapshot(script, run, ())
     copy = run.code / "0"
     assert sorted(str(path.relative_to(copy)) for path in copy.rglob("*") if path.is_file()) == [
         ".gitmodules",
@@ -212,10 +212,10 @@ def test_a_script_is_itself_beside_a_package_with_the_folders_name(tmp_path: Pat
     project = tmp_path / "minigpt"
     _make_repository(project, "train.py", "minigpt/train.py")
     run = RunFolder(tmp_path / "runs" / "train" / "20260101-000000-abcd").make()
-    snapshot.take(project / "train.py", run, ())
-    assert snapshot.newest(run, project / "train.py") == (run.code / "0", Path("train.py"))
+    snapshot.take_snapshot(project / "train.py", run, ())
+    assert snapshot.find_newest(run, project / "train.py") == (run.code / "0", Path("train.py"))
     inner = Path("minigpt", "train.py")
-    assert snapshot.newest(run, project / inner) == (run.code / "0", inner)
+    assert snapshot.find_newest(run, project / inner) == (run.code / "0", inner)
 
 
 def test_a_repository_below_a_home_that_is_a_link_is_copied_as_a_whole(tmp_path: Path) -> None:
@@ -229,9 +229,9 @@ def test_a_repository_below_a_home_that_is_a_link_is_copied_as_a_whole(tmp_path:
     run = RunFolder(project / "runs" / "train" / "20260101-000000-abcd").make()
     (run.path / "old.py").write_text("")
     script = home / "scripts" / "train.py"
-    snapshot.take(script, run, ())
+    snapshot.take_snapshot(script, run, ())
     inside = Path("scripts", "train.py")
-    assert snapshot.newest(run, script) == (run.code / "0", inside)
+    assert snapshot.find_newest(run, script) == (run.code / "0", inside)
     copies = {str(path.relative_to(run.code / "0")) for path in (run.code / "0").rglob("*.py")}
     assert copies == {str(inside), "model.py"}
 
@@ -246,7 +246,7 @@ def test_a_home_that_is_a_repository_of_settings_is_no_code(
     subprocess.run(["git", "init", "--quiet", str(home)], check=True)
     monkeypatch.setenv("HOME", str(home))
     run = RunFolder(tmp_path / "runs" / "train" / "20260101-000000-abcd").make()
-    snapshot.take(home / "project" / "train.py", run, ())
+    snapshot.take_snapshot(home / "project" / "train.py", run, ())
     assert [path.name for path in (run.code / "0").iterdir()] == ["train.py"]
 
 
@@ -266,7 +266,7 @@ def test_links_lead_where_they_led(
     if has_git:
         subprocess.run(["git", "init", "--quiet", str(project)], check=True)
     run = RunFolder(tmp_path / "runs" / "train" / "20260101-000000-abcd").make()
-    snapshot.take(project / "train.py", run, ())
+    snapshot.take_snapshot(project / "train.py", run, ())
     copy = run.code / "0"
     assert (copy / "part" / "model.py").read_text() == "common"
     assert (copy / "common" / "model.py").read_text() == "common"
@@ -295,7 +295,7 @@ def test_a_module_that_git_ignores_is_named(
     (tmp_path / ".gitignore").write_text("data/\nconfig.py\nsecret.py\n")
     subprocess.run(["git", "init", "--quiet", str(tmp_path)], check=True)
     run = RunFolder(tmp_path / "runs" / "train" / "20260101-000000-abcd").make()
-    snapshot.take(tmp_path / "train.py", run, ())
+    snapshot.take_snapshot(tmp_path / "train.py", run, ())
     notes = capsys.readouterr().err
     for name in ("config.py", "data/__init__.py", "data/loader.py", "models/secret.py"):
         assert f"leaves out {name}, which the script imports" in notes
@@ -345,8 +345,8 @@ def test_a_work_tree_of_another_user_is_none(
     if is_own_top:  # the stranger's settings exclude files of the user's all the same
         (top / ".git" / "config").write_text(f"[core]\nworktree = {script.parent}\n")
     run = RunFolder(top / "runs" / "train" / "20260101-000000-abcd")
-    assert snapshot.place(script, run)[1] == run.code / "0" / "train.py"
-    assert snapshot.files(script, run, ()) == (script.parent, ["train.py"])
+    assert snapshot.next_place(script, run)[1] == run.code / "0" / "train.py"
+    assert snapshot.select_files(script, run, ()) == (script.parent, ["train.py"])
 
 
 @pytest.mark.parametrize("has_git", [False, True])
@@ -363,7 +363,7 @@ def test_files_of_other_users_are_no_code(
     for name in ("numpy.py", "yaml.py"):
         os.chown(folder / name, STRANGER, -1, follow_symlinks=False)
     run = RunFolder(folder / "runs" / "train" / "20260101-000000-abcd")
-    assert sorted(snapshot.files(script, run, ())[1]) == ["part.py", "pipe.py", "train.py"]
+    assert sorted(snapshot.select_files(script, run, ())[1]) == ["part.py", "pipe.py", "train.py"]
     note = capsys.readouterr().err
     assert f"leaves out numpy.py of uid {STRANGER}; files of other users: 2" in note
     if has_git:
@@ -372,12 +372,12 @@ def test_files_of_other_users_are_no_code(
         subprocess.run(["git", "-C", str(folder), "add", "--force", "module"], check=True)
         for path in (module, *module.rglob("*")):
             os.chown(path, STRANGER, -1)
-        assert "module/tools.py" not in snapshot.files(script, run, ())[1]
+        assert "module/tools.py" not in snapshot.select_files(script, run, ())[1]
         capsys.readouterr()
     os.chown(script, STRANGER, -1)  # who names a colleague's script means what lies beside it
     if has_git:
-        assert "module/tools.py" in snapshot.files(script, run, ())[1]
+        assert "module/tools.py" in snapshot.select_files(script, run, ())[1]
     assert {"numpy.py", "yaml.py"} < {
-        Path(name).name for name in snapshot.files(script, run, ())[1]
+        Path(name).name for name in snapshot.select_files(script, run, ())[1]
     }
     assert not capsys.readouterr().err

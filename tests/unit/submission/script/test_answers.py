@@ -17,7 +17,7 @@ ANSWER = f"from hpc_ddp.core.console.terminal import answer; answer({VALUE!r})"
 
 
 def _script(spec: JobSpec) -> str:
-    return Rendering(spec, RunFolder(Path("/r/x/1")), Path("/r/x/1/code"), Path("x.py")).whole()
+    return Rendering(spec, RunFolder(Path("/r/x/1")), Path("/r/x/1/code"), Path("x.py")).text()
 
 
 def _answer(wrapper: str, code: str) -> subprocess.CompletedProcess[str]:

@@ -14,7 +14,7 @@ from hpc_ddp.submission.script import container
 
 def _entry(**values: Any) -> container.Entry:
     spec = JobSpec(script="/home/me/train.py", chdir="/home/me", image="a.sif", **values)
-    return container.entry(spec, Path("/scratch/r"), Path("/scratch/r/code/0"))
+    return container.make_entry(spec, Path("/scratch/r"), Path("/scratch/r/code/0"))
 
 
 def test_each_container_tool_has_its_command() -> None:
@@ -61,10 +61,10 @@ def test_a_folder_behind_a_link_is_mounted(tmp_path: Path) -> None:
     (project / "runs").symlink_to(runs)
     spec = JobSpec(script="t.py", chdir=str(project), image="a.sif")
     run = project / "runs" / "r"
-    words = container.entry(spec, run, run / "code").command
+    words = container.make_entry(spec, run, run / "code").command
     assert words[3].split(",") == [f"{runs}/r", str(project)]
     plain = project / "plain"
-    assert container.entry(spec, plain, plain / "code").command[3] == str(project)
+    assert container.make_entry(spec, plain, plain / "code").command[3] == str(project)
 
 
 def test_impossible_containers_are_refused() -> None:
@@ -72,4 +72,4 @@ def test_impossible_containers_are_refused() -> None:
         _entry(container_tool="docker")
     spec = JobSpec(script="/s.py", chdir="/a,b", image="a.sif")
     with pytest.raises(UsageError, match="comma or a colon"):
-        container.entry(spec, Path("/r"), Path("/r/code/0"))
+        container.make_entry(spec, Path("/r"), Path("/r/code/0"))

@@ -60,7 +60,7 @@ def test_variables_to_pass_on_reach_a_job_without_the_others(
     if variable is not None:
         monkeypatch.setenv("SBATCH_EXPORT", variable)
     spec = JobSpec("t.py", env_names=("KEY", "MORE"), sbatch=raw)
-    text = Rendering(spec, RunFolder(tmp_path), tmp_path, tmp_path / "t.py").whole()
+    text = Rendering(spec, RunFolder(tmp_path), tmp_path, tmp_path / "t.py").text()
     exports = [line for line in text.splitlines() if line.startswith("#SBATCH --export")]
     assert exports[-1:] == ([f"#SBATCH --export={export}"] if export else [])
 
@@ -75,7 +75,7 @@ def test_variables_that_place_a_job_stand_in_its_script(
     for name, text in {**ours, **others}.items():
         monkeypatch.setenv(f"SBATCH_{name}", text)
     spec = JobSpec("t.py", gpus_per_node="1", qos="high", continue_by="resubmit")
-    text = Rendering(spec, RunFolder(tmp_path), tmp_path, tmp_path / "t.py").whole()
+    text = Rendering(spec, RunFolder(tmp_path), tmp_path, tmp_path / "t.py").text()
     options = parse_options(text)
     expected = {"partition": "high", "time": "20", "mem": "4G", "comment": "a b"}
     expected |= {"exclusive": "", "switches": "1"}

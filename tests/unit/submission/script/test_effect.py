@@ -17,7 +17,7 @@ from hpc_ddp.core.job.variables import OF_USERS
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node import child_process
 from hpc_ddp.node.workers import worker
-from hpc_ddp.submission.script.effect import without_effect
+from hpc_ddp.submission.script.effect import find_ineffective
 from hpc_ddp.submission.script.render import Rendering
 from hpc_ddp.submission.script.torchrun import TORCHRUN_OPTIONS
 from unit.node.fakes import place_of
@@ -166,16 +166,16 @@ def test_a_project_takes_out_what_a_site_and_hpc_ddp_add() -> None:
     words = ["--requeue", "--partition", "--network=x", "--cpu-bind", "OMP_NUM_THREADS", "A"]
     words += ["NCCL_NET", lines[0], "--comment"]
     before, after = _rendering(**values), _rendering(**values, without=words)
-    assert after.left_out() == []
-    gone = set(before.whole().splitlines()) - set(after.whole().splitlines())
+    assert after.warnings() == []
+    gone = set(before.text().splitlines()) - set(after.text().splitlines())
     for text in ("--requeue", "--partition=p", "--network=x", "cpu-bind", "export OMP_NUM", "A=1"):
         assert any(text in line for line in gone), text
-    script = after.whole()
+    script = after.text()
     for text in ("hint=nomultithread", "gpu-bind=closest", "export B=2", "\nmodule load b\n"):
         assert text in script
     assert "module load a" not in script
     assert "NCCL_NET=" not in script
-    (warning,) = _rendering(without=("--qos",)).left_out()
+    (warning,) = _rendering(without=("--qos",)).warnings()
     assert "without has '--qos', and the job has no such thing" in warning
     for word in ("--signal", "--signal=B:TERM@60"):
         with pytest.raises(UsageError, match="--signal, which hpc-ddp needs"):
@@ -213,7 +213,7 @@ def test_a_variable_that_does_not_leave_the_shell_is_refused(name: str) -> None:
     with pytest.raises(UsageError, match=f"variable {name} of this shell does not reach") as raised:
         _rendering(env_names=(name,))
     assert raised.value.hint == f"--env {name}=VALUE; for an option of srun: --srun=--NAME=VALUE"
-    assert f"export {name}=x" in _rendering(env={name: "x"}).whole()
+    assert f"export {name}=x" in _rendering(env={name: "x"}).text()
     _rendering(env_names=("SLURM_JWT", "SLURM_CONF", "SBATCH_PARTITION", "FOO"))
 
 
@@ -252,6 +252,6 @@ def test_an_array_does_not_run_in_an_allocation(sweep: dict[str, Any]) -> None:
 )
 def test_what_has_no_effect_is_a_warning(values: dict[str, Any], warning: str) -> None:
     spec = JobSpec(script="/home/me/train.py", chdir="/home/me", **values)
-    warnings = without_effect(spec)
+    warnings = find_ineffective(spec)
     assert warning in "".join(warnings)
     assert bool(warning) == bool(warnings)

@@ -115,7 +115,7 @@ def _render(path: str = "/scratch/me/hpc-ddp/job/20260101-000000-abcd", **values
 def test_a_script_equals_its_kept_copy(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """To accept a change, run with ``HPC_DDP_ACCEPT=1``, and read the diff."""
     monkeypatch.setattr(sys, "executable", "/home/me/env/bin/python")
-    text, golden = _render(**CASES[name]).whole(), GOLDEN / f"{name}.sbatch"
+    text, golden = _render(**CASES[name]).text(), GOLDEN / f"{name}.sbatch"
     if is_accepted():
         golden.write_text(text)
     assert text == golden.read_text()
@@ -124,7 +124,7 @@ def test_a_script_equals_its_kept_copy(name: str, monkeypatch: pytest.MonkeyPatc
 def test_a_task_alone_has_its_arrays_library() -> None:
     """Its own is a link out of its folder, which the container would have alone."""
     array = "/scratch/me/hpc-ddp/job/20260101-000000-abcd"
-    text = _render(f"{array}/task-3", array="3", image="i.sif", container_tool="apptainer").whole()
+    text = _render(f"{array}/task-3", array="3", image="i.sif", container_tool="apptainer").text()
     assert f"_node={array}/lib/node.py" in text
     assert f"--bind {array}," in text
 
@@ -200,7 +200,7 @@ def test_a_users_template_overrides_a_block(tmp_path: Path) -> None:
         "{% extends 'job.sbatch.j2' %}"
         "{% block setup %}echo {{ run | q }}; {{ super() }}{% endblock %}"
     )
-    text = _render(template=str(template), setup=("module load x",)).whole()
+    text = _render(template=str(template), setup=("module load x",)).text()
     _, echoed, after = text.partition("echo /scratch/me/hpc-ddp/job/20260101-000000-abcd; ")
     assert echoed
     assert "\nmodule load x\n" in after
@@ -222,7 +222,7 @@ def test_a_broken_template_is_an_error_at_render_time(
     template = tmp_path / "own.j2"
     template.write_text(text)
     with pytest.raises(UsageError, match=message):
-        _render(template=str(template)).whole()
+        _render(template=str(template)).text()
 
 
 def test_unknown_fabric_names_the_known_ones() -> None:
@@ -374,7 +374,7 @@ def test_the_scripts_own_variables_hide_none_of_the_users(path: Path) -> None:
 
 def test_a_warning_leaves_the_process_that_is_waited_for() -> None:
     """The signal may come between the start of srun and the look at its process id."""
-    text = _render().whole()
+    text = _render().text()
     (trap,) = (
         line for line in text.splitlines() if line.startswith("trap") and "batch warned" in line
     )
@@ -467,14 +467,14 @@ def test_an_unstaged_run_brings_nothing(
 
 
 def test_no_removal_is_waited_for() -> None:
-    text = _render(stage=True, preflight=True).whole()
+    text = _render(stage=True, preflight=True).text()
     removals = [line for line in text.splitlines() if '"${_near[@]}" remove' in line]
     assert removals
     assert all("timeout -k" in line for line in removals)
 
 
 def test_a_chain_has_its_next_job_before_the_parcel_is_brought() -> None:
-    text = _render(stage=True, continue_by="resubmit").whole()
+    text = _render(stage=True, continue_by="resubmit").text()
     assert text.index("batch begin") < text.index(" bring ")
 
 
@@ -494,18 +494,18 @@ def test_a_job_of_one_node_needs_no_fabric() -> None:
 def test_nodes_wait_longer_for_one_with_lines_of_its_own() -> None:
     """They may copy data to it."""
     for lines, seconds in (((), 600), (("cp -r /data /tmp",), 3600)):
-        script = _render(node_setup=lines).whole()
+        script = _render(node_setup=lines).text()
         assert f"join_timeout={seconds},read_timeout={seconds}" in script
 
 
 def test_a_python_that_is_a_variable_is_expanded() -> None:
-    text = _render(python="$ENV/bin/python", setup=("ENV=/e",), expand=("ENV",)).whole()
+    text = _render(python="$ENV/bin/python", setup=("ENV=/e",), expand=("ENV",)).text()
     assert '_python="${ENV?is not set, and --expand names it}"/bin/python' in text
 
 
 def test_a_python_that_is_here_is_waited_for_but_in_a_container() -> None:
     wait = "  # the workers' Python"
     here, image = {"python": sys.executable}, {"image": "/i.sif", "container_tool": "pyxis"}
-    assert wait in _render(**here).whole()
-    assert wait not in _render(**here, **image).whole()
-    assert wait not in _render(python="/not/here/python").whole()
+    assert wait in _render(**here).text()
+    assert wait not in _render(**here, **image).text()
+    assert wait not in _render(python="/not/here/python").text()

@@ -24,7 +24,7 @@ def _rendering(path: Path) -> Rendering:
     return Rendering(spec, RunFolder(Path("/runs/a/b")), Path("/code"), Path(spec.script))
 
 
-@pytest.mark.parametrize("part", ["whole", "block"])
+@pytest.mark.parametrize("part", ["text", "block"])
 @pytest.mark.parametrize(
     ("text", "line", "message"),
     [
@@ -86,7 +86,7 @@ def test_a_wrong_parent_is_named(
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     (tmp_path / "two.j2").write_text(EXTENDS + "{% block one %}{% endblock %}")
     with pytest.raises(UsageError) as caught:
-        _rendering(path).whole()
+        _rendering(path).text()
     assert message in caught.value.message
 
 
@@ -104,17 +104,17 @@ def test_blocks_of_a_chain_of_templates_are_merged(tmp_path: Path) -> None:
     rendering = _rendering(path)
     assert (
         "trap - ERR\nset +eu; unset IFS  # a set-up line may have said otherwise\nme; more\n"
-        in rendering.whole()
+        in rendering.text()
     )
-    assert rendering.block("setup") in rendering.whole()
+    assert rendering.block("setup") in rendering.text()
     assert "batch begin" in rendering.block("attempt")  # which it does not have itself
-    assert template.missing(rendering.whole()) == []
+    assert template.find_missing_words(rendering.text()) == []
 
 
 def test_missing_parts_of_a_script_are_named(tmp_path: Path) -> None:
     path = tmp_path / "own.j2"
     path.write_text("#!/bin/bash\n# batch verdict\nsrun {{ python | q }} {{ script | q }}\n")
-    left_out = template.missing(_rendering(path).whole())
+    left_out = template.find_missing_words(_rendering(path).text())
     assert [text.split("'")[1] for text in left_out] == [
         *("HPC_DDP_RUN", "batch begin", "supervisor", "batch verdict")
     ]
@@ -125,12 +125,12 @@ def test_missing_parts_of_a_script_are_named(tmp_path: Path) -> None:
 def test_directives_that_a_header_leaves_out_are_named(tmp_path: Path) -> None:
     path = tmp_path / "own.j2"
     path.write_text(EXTENDS + "{% block header %}#!/bin/bash\n#SBATCH -p x\n{% endblock %}")
-    (text,) = [text for text in _rendering(path).left_out() if "super()" in text]
+    (text,) = [text for text in _rendering(path).warnings() if "super()" in text]
     assert text.startswith("the template leaves out --job-name=")
     assert "--signal=" in text
     assert "--partition" not in text
     path.write_text(EXTENDS + "{% block header %}{{ super() }}{% endblock %}")
-    assert _rendering(path).left_out() == []
+    assert _rendering(path).warnings() == []
 
 
 def test_blocks_that_submitit_does_not_use_are_refused(tmp_path: Path) -> None:
@@ -143,9 +143,9 @@ def test_blocks_that_submitit_does_not_use_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", sorted(DOCS.glob("templates/*.j2")), ids=lambda path: path.name)
 def test_the_documented_templates_render(path: Path) -> None:
-    text = _rendering(path).whole()
+    text = _rendering(path).text()
     subprocess.run(["bash", "-n"], input=text, text=True, check=True)
-    assert template.missing(text) == []
+    assert template.find_missing_words(text) == []
     assert f"docs/templates/{path.name}" in (DOCS / "templates.md").read_text()
 
 

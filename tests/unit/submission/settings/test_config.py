@@ -209,7 +209,7 @@ def test_settings_that_may_not_be_looked_at_end_no_command_for_existing_runs(
         raise error
 
     monkeypatch.setattr(config, "find_project_file", refuse)
-    monkeypatch.setattr(sites, "recognised", refuse)
+    monkeypatch.setattr(sites, "recognise", refuse)
     assert load({"time": "5"}, tmp_path, tmp_path, is_strict=False).values["time"] == "5"
     warning = f"warning: {error}; it does not count here"
     assert warning in capsys.readouterr().err

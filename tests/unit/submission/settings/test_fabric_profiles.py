@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hpc_ddp.submission.package_files import folder
-from hpc_ddp.submission.settings.fabric_profiles import fabric_env, for_auto
+from hpc_ddp.submission.settings.fabric_profiles import fabric_env, read_auto_profiles
 from unit.node.fakes import write_lib
 
 FILES = sorted((folder("templates") / "fabrics").glob("*.toml"))
@@ -25,6 +25,6 @@ def test_each_fabric_names_its_sources_with_a_date(path: Path) -> None:
 
 def test_fabrics_of_a_run_are_read_without_toml(tmp_path: Path) -> None:
     table = json.loads((write_lib(tmp_path) / "fabrics.json").read_text())
-    assert table == for_auto()
+    assert table == read_auto_profiles()
     assert "roce" not in table
     assert "slingshot" in table

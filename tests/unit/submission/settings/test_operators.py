@@ -60,7 +60,7 @@ def test_the_operators_file_goes_over_a_profile_and_below_the_users(
     assert layer
     assert (layer.kind, layer.path) == ("operators", site_file)
     home = site_file.parents[1]
-    assert [path.parent.name for path in sites.files("frontera", home, site_file)] == [
+    assert [path.parent.name for path in sites.find_files("frontera", home, site_file)] == [
         "hpc-ddp",
         "etc",
         "sites",

@@ -20,7 +20,7 @@ def test_settings_of_the_operators_file_have_their_origin(
     site_file: Path, planned: Callable[..., Plan], settings: Callable[..., Settings]
 ) -> None:
     site_file.write_text('account = "a"\n')
-    rows = origin.origins(planned(), settings())
+    rows = origin.find_origins(planned(), settings())
     assert {row.key: row.place for row in rows}["account"] == "~/etc/site.toml"
 
 
@@ -50,7 +50,7 @@ def test_each_setting_has_its_origin(project: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.chdir(project)
     monkeypatch.setenv("HOME", str(project.parent))
     options = {"nodes": 2, "env": {"A": "2"}, "script": "train.py", "args": ["a b"]}
-    rows = origin.origins(*_planned(project, **options, torchrun=["--numa-binding=node"]))
+    rows = origin.find_origins(*_planned(project, **options, torchrun=["--numa-binding=node"]))
     site = "~/.config/hpc-ddp/site.toml"
     assert [(row.key, row.place, row.value) for row in rows] == [
         ("script", "command line", str(project / "train.py")),
@@ -80,7 +80,7 @@ def test_each_setting_has_its_origin(project: Path, monkeypatch: pytest.MonkeyPa
         ("warm-start", "default", "True"),
         ("torchrun", "--torchrun", "--numa-binding=node"),
     ]
-    line = next(line for line in origin.table(rows).splitlines() if line.startswith("nodes"))
+    line = next(line for line in origin.format_table(rows).splitlines() if line.startswith("nodes"))
     assert line.split() == ["nodes", "--nodes", "2"]
     assert not (project.parent / "runs").exists()
 
@@ -91,7 +91,7 @@ def test_a_continued_run_keeps_its_settings(project: Path) -> None:
     options = {"time": "5"}
     settings = config.load(options, project, project.parent)
     planned = plan_continuation(run, options, settings, project)
-    rows = {row.key: row for row in origin.origins(planned, settings)}
+    rows = {row.key: row for row in origin.find_origins(planned, settings)}
     assert (rows["time"].place, rows["nodes"].place) == ("--time", str(run.job_json))
     assert rows["signal"].place == "default"
     assert rows["nodes"].to_dict() == {
@@ -107,7 +107,7 @@ def test_what_without_takes_out_has_no_row(project: Path, monkeypatch: pytest.Mo
             '[when.partition.p]\nwithout = ["--constraint=gpu", "module load a", "A", "B"]\n'
         )
     options = {"partition": "p", "constraint": "gpu", "env-names": ["D"]}
-    rows = origin.origins(*_planned(project, **options))
+    rows = origin.find_origins(*_planned(project, **options))
     shown = {(row.key, row.value) for row in rows if row.key != "without"}
     assert ("env-names", "D") in shown  # it is passed on
     assert not {("constraint", "gpu"), ("setup", "module load a"), ("env.A", "1")} & shown

@@ -32,7 +32,7 @@ from hpc_ddp.submission.settings.trust import read_toml
 def test_a_written_site_file_has_a_mode_that_is_accepted(tmp_path: Path) -> None:
     umask = os.umask(0)
     try:
-        path = sites.write(tmp_path, "ours", 'title = "Ours"\n', force=False)
+        path = sites.write_file(tmp_path, "ours", 'title = "Ours"\n', force=False)
     finally:
         os.umask(umask)
     assert path.stat().st_mode & 0o777 == 0o644
@@ -319,7 +319,7 @@ def test_all_variables_of_a_site_have_to_fit_and_wholly(
 def test_a_broken_match_is_an_error_with_its_file(text: str, login: Path) -> None:
     _own("ours", text)
     with pytest.raises(UsageError, match=r"ours\.toml: match must be a table"):
-        sites.recognised(Path.home(), {"A": "1"})
+        sites.recognise(Path.home(), {"A": "1"})
 
 
 def test_a_project_file_has_no_match(login: Path) -> None:

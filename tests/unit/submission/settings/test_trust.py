@@ -24,14 +24,14 @@ def test_a_link_is_judged_with_its_target(as_root: None, tmp_path: Path) -> None
     end, link = tmp_path / "end", tmp_path / "link"
     end.write_text("x")
     link.symlink_to(end)
-    assert trust.read(link) == b"x"
+    assert trust.read_trusted(link) == b"x"
     os.chown(link, STRANGER, -1, follow_symlinks=False)
     with pytest.raises(UsageError, match="it is a symbolic link that belongs to uid 54322"):
-        trust.read(link)
+        trust.read_trusted(link)
     os.chown(link, 0, -1, follow_symlinks=False)
     os.chown(end, STRANGER, -1)
     with pytest.raises(UsageError, match=r"link is not used: it belongs to uid 54322"):
-        trust.read(link)
+        trust.read_trusted(link)
 
 
 def test_a_file_replaced_after_its_opening_is_not_read(
@@ -49,9 +49,9 @@ def test_a_file_replaced_after_its_opening_is_not_read(
         return real_fstat(descriptor)
 
     monkeypatch.setattr(os, "fstat", replace_first)
-    assert trust.read(path) == b"good"
+    assert trust.read_trusted(path) == b"good"
     with pytest.raises(UsageError, match="belongs to uid 54322"):
-        trust.read(path)
+        trust.read_trusted(path)
 
 
 def test_a_file_that_others_write_by_an_acl_is_not_read(
@@ -62,10 +62,10 @@ def test_a_file_that_others_write_by_an_acl_is_not_read(
     path = tmp_path / "hpc-ddp.toml"
     path.write_text("good")
     path.chmod(0o664)
-    assert trust.read(path) == b"good"
+    assert trust.read_trusted(path) == b"good"
     set_acl(path)
     with pytest.raises(UsageError, match="other users can write it") as caught:
-        trust.read(path)
+        trust.read_trusted(path)
     assert str(caught.value.hint).startswith("chmod go-w ")
 
 
@@ -78,8 +78,8 @@ def test_an_accepted_file_is_read_by_any_path(
     path.write_text("x")
     os.chown(path, STRANGER, -1)
     (tmp_path / "link").symlink_to(path.parent)
-    trust.accept(tmp_path / "link" / path.name)
-    assert trust.read(path) == b"x"
+    trust.accept_file(tmp_path / "link" / path.name)
+    assert trust.read_trusted(path) == b"x"
 
 
 def test_a_strangers_record_accepts_nothing(
@@ -89,7 +89,7 @@ def test_a_strangers_record_accepts_nothing(
     path = tmp_path / "hpc-ddp.toml"
     path.write_text("x")
     os.chown(path, STRANGER, -1)
-    trust.accept(path)
+    trust.accept_file(path)
     os.chown(tmp_path / trust.RECORD, STRANGER, -1)
     with pytest.raises(UsageError, match=r"trusted.json is not used: it belongs to uid 54322"):
-        trust.read(path)
+        trust.read_trusted(path)

@@ -16,7 +16,7 @@ import pytest
 
 from hpc_ddp.slurm_text import parse_config, parse_records
 from hpc_ddp.submission.site_detect.cluster import ClusterFacts, SharedDisk
-from hpc_ddp.submission.site_detect.infer import Site, describe
+from hpc_ddp.submission.site_detect.infer import Site, infer_site
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -57,11 +57,11 @@ def test_the_kept_clusters_have_four_versions() -> None:
 
 @pytest.mark.parametrize("path", CLUSTERS, ids=lambda path: path.stem)
 def test_the_same_cluster_is_the_same_in_each_version(path: Path) -> None:
-    site = describe(_real(path))
+    site = infer_site(_real(path))
     version = path.stem.removeprefix("slurm-")
     assert f"Cluster hd0: Slurm {version}." in site.title
     assert site.title.endswith("5 partitions, 4 nodes, 4 of them with GPUs.")
-    first = describe(_real(CLUSTERS[0]))
+    first = infer_site(_real(CLUSTERS[0]))
     assert (site.remarks, site.tables) == (first.remarks, first.tables)
     nodes, by = "4 nodes: 8 CPUs, 20 GB, 4 GPUs", "jobs can be preempted by high, whole"
     assert site.tables == {
@@ -86,7 +86,7 @@ def _nodes(partitions: str, gres: str, count: int, cpus: int = 64, first: int = 
 
 
 def test_each_type_of_gpu_is_listed() -> None:
-    site = describe(
+    site = infer_site(
         _made(
             "PartitionName=cpu Default=YES OverSubscribe=NO\n"
             "PartitionName=gpu Default=NO OverSubscribe=NO JobDefaults=DefCpuPerGPU=8\n"
@@ -110,7 +110,7 @@ def test_each_type_of_gpu_is_listed() -> None:
 
 
 def test_whole_nodes_without_known_gpus_request_none() -> None:
-    site = describe(
+    site = infer_site(
         _made("PartitionName=gh Default=NO OverSubscribe=EXCLUSIVE", _nodes("gh", "(null)", 9))
     )
     _says(site, "no default partition", 'gpu-request = "none"')
@@ -125,7 +125,7 @@ def test_preemption_by_qos_is_described() -> None:
     ]
     config = {"PreemptType": "preempt/qos", "PreemptMode": "REQUEUE", "KillWait": "30 sec"}
     facts = _made("PartitionName=a Default=YES", _nodes("a", "gpu:4", 1), config, qos=qos)
-    site = describe(facts)
+    site = infer_site(facts)
     assert site.tables == {
         ("partition", "a"): "the default; 1 node: 64 CPUs, 512 GB, 4 GPUs",
         ("qos", "scavenger"): "a QOS; jobs can be preempted by normal (CANCEL, 120 s of grace)",
@@ -133,8 +133,8 @@ def test_preemption_by_qos_is_described() -> None:
     }
     assert _when(site, "qos", "scavenger") == {"continue-by": "resubmit"}
     blind = _made("PartitionName=a Default=YES", "", {**config, "PreemptMode": "CANCEL"})
-    assert tomllib.loads(describe(blind).to_toml("x"))["continue-by"] == "resubmit"
-    _says(describe(blind), "jobs can be preempted (CANCEL")
+    assert tomllib.loads(infer_site(blind).to_toml("x"))["continue-by"] == "resubmit"
+    _says(infer_site(blind), "jobs can be preempted (CANCEL")
 
 
 def test_partitions_that_suspend_or_preempt_nothing_are_told_apart() -> None:
@@ -144,12 +144,12 @@ def test_partitions_that_suspend_or_preempt_nothing_are_told_apart() -> None:
         "PartitionName=far PriorityTier=1 PreemptMode=CANCEL\n"
     )
     nodes = _nodes("day,now", "gpu:4", 1) + _nodes("far", "gpu:4", 1, first=2)
-    site = describe(_made(partitions, nodes, {"PreemptType": "preempt/partition_prio"}))
+    site = infer_site(_made(partitions, nodes, {"PreemptType": "preempt/partition_prio"}))
     summary = site.tables["partition", "day"]
     assert "jobs can be preempted by now (GANG,SUSPEND, 0 s of grace)" in summary
     assert "preempted" not in site.tables["partition", "far"]
     assert not _when(site, "partition", "far")
-    none = describe(_made(partitions, nodes, {"PreemptType": "preempt/none"}))
+    none = infer_site(_made(partitions, nodes, {"PreemptType": "preempt/none"}))
     assert not any("preempted" in summary for summary in none.tables.values())
 
 
@@ -159,7 +159,7 @@ def test_the_default_is_named_where_its_table_counts() -> None:
         "PartitionName=top PriorityTier=2 PreemptMode=OFF\n"
     )
     facts = _made(partitions, _nodes("a.b,top", "gpu:4", 1), {"PreemptType": "x/partition_prio"})
-    site = describe(facts)
+    site = infer_site(facts)
     assert tomllib.loads(site.to_toml("x"))["partition"] == "a.b"
     assert _when(site, "partition", "a.b") == {"continue-by": "resubmit"}
 
@@ -180,7 +180,7 @@ def test_accounts_scratch_and_containers_are_inferred() -> None:
         scratch=[SharedDisk("SCRATCH", "/gone", False), SharedDisk("WORK", "/work/me", True)],
         containers=["singularity", "pyxis"],
     )
-    site = describe(facts)
+    site = infer_site(facts)
     _says(
         site,
         "$SCRATCH (/gone) is not writable here",
@@ -195,7 +195,7 @@ def test_accounts_scratch_and_containers_are_inferred() -> None:
 
 def test_an_expedited_requeue_is_requested_if_slurm_has_it() -> None:
     config = {"SlurmctldParameters": "idle_on_node_suspend,enable_expedited_requeue"}
-    site = describe(_made("PartitionName=a Default=YES", "", config))
+    site = infer_site(_made("PartitionName=a Default=YES", "", config))
     assert tomllib.loads(site.to_toml("x"))["sbatch"] == ["--requeue=expedite"]
 
 
@@ -203,11 +203,11 @@ def test_the_folder_of_runs_is_named_once() -> None:
     facts = _made(
         "PartitionName=a Default=YES", "", {}, scratch=[SharedDisk("WORK", "/w", True)], runs="/r"
     )
-    site = describe(facts)
+    site = infer_site(facts)
     _says(site, "Runs are kept in /r (HPC_DDP_RUNS).")
     assert not any(setting.key == "scratch" for setting in site.settings)
     keys = ["scratch", "continue-by"]
-    site = describe(_made("PartitionName=a Default=YES", ""), shipped_keys=keys)
+    site = infer_site(_made("PartitionName=a Default=YES", ""), shipped_keys=keys)
     assert not any("kept" in remark for remark in site.remarks)
 
 
@@ -217,22 +217,22 @@ def test_settings_of_a_shipped_site_are_left_out() -> None:
         _nodes("a", "gpu:4", 1),
         scratch=[SharedDisk("W", "/w", True)],
     )
-    assert [setting.key for setting in describe(facts).settings] == [
+    assert [setting.key for setting in infer_site(facts).settings] == [
         *("partition", "gpus-per-node", "cpus-per-node", "scratch")
     ]
-    site = describe(facts, shipped_keys=["gpus-per-node", "cpus-per-node", "scratch", "title"])
+    site = infer_site(facts, shipped_keys=["gpus-per-node", "cpus-per-node", "scratch", "title"])
     assert tomllib.loads(site.to_toml("x")) == {}
     assert not site.settings
 
 
 def test_an_almost_empty_configuration_is_described() -> None:
-    site = describe(ClusterFacts({"SLURM_VERSION": "19.05.8"}, [], []))
+    site = infer_site(ClusterFacts({"SLURM_VERSION": "19.05.8"}, [], []))
     _says(site, "Slurm 19.05 is older than 20.11")
     assert tomllib.loads(site.to_toml("x")) == {}
 
 
 @pytest.mark.parametrize("disk", ["lustre", ""])
 def test_stage_is_recommended_for_an_environment_behind_a_network(disk: str) -> None:
-    site = describe(_made("PartitionName=a Default=YES", "", {}, python_disk=("/work/env", disk)))
+    site = infer_site(_made("PartitionName=a Default=YES", "", {}, python_disk=("/work/env", disk)))
     line = f"# stage = true  # /work/env is on {disk}: try it where `hpc-ddp explain` says"
     assert (line in site.to_toml("x")) == bool(disk)
