@@ -1,8 +1,8 @@
 """Which part of each tensor a rank writes, and the memory from which it does.
 
 A tensor is stored as boxes of its global shape, so that what W ranks wrote can be read by any
-number of ranks, whole or sharded in another way (`resharding.Reader`). `state.my_parts` chooses the
-boxes of each rank.
+number of ranks, whole or sharded in another way (`resharding.Reader`). `rank_part.parts_of_rank`
+chooses the boxes of each rank.
 """
 
 from __future__ import annotations
