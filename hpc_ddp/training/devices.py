@@ -314,21 +314,22 @@ def choose_devices(info: DistEnv, per_worker: int = 1) -> list[torch.device]:
     sees_own = visible == per_worker and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ
     first = 0 if sees_own else info.local_rank * per_worker
     if shares_devices() and visible >= per_worker:
-        first %= visible // per_worker * per_worker
+        first %= visible // per_worker * per_worker  # of the GPUs that whole workers fill
     if first + per_worker > visible:
         raise _too_few_error(info, per_worker, visible)
     return take(first, per_worker)
 
 
 def _too_few_error(info: DistEnv, per_worker: int, visible: int) -> HpcDdpError:
-    """Return the error for a node whose workers need `per_worker` GPUs each, and see `visible`."""
+    """Return the error for a node whose workers need `per_worker` GPUs each, where this worker
+    sees `visible`; the hint says how many workers fit."""
     needs = f" of {per_worker} GPUs" if per_worker > 1 else ""
     words = hiding_words()
     hide = f", or hide the GPUs with {words}" if words else ""
     fitting = "take fewer GPUs"
     if visible >= per_worker:
         fitting = f"start {visible // per_worker} workers per node"
-    if os.environ.get("CUDA_VISIBLE_DEVICES", "").count("MIG-") > visible:
+    if os.environ.get("CUDA_VISIBLE_DEVICES", "").count("MIG-") > visible:  # slices of GPUs
         fitting = "CUDA shows a process one MIG slice: give each a Slurm task and a slice of its"
         fitting += " own (--launcher srun --gpu-request gpus-per-task)"
     return HpcDdpError(

@@ -114,7 +114,8 @@ class Options:
         return options
 
     def _check_words(self) -> None:
-        """Raise UsageError for a wrong text option, or a missing package tensorboard."""
+        """Raise UsageError for an unknown `precision`, a text in `save_every` but "auto", or
+        `tensorboard` without the package."""
         if self.precision not in DTYPES:
             accepted = ", ".join(map(repr, DTYPES))
             raise UsageError(f"precision is {self.precision!r}; accepted: {accepted}")

@@ -102,10 +102,9 @@ class Run(ModelSetup):
         """Name what a checkpoint holds, and load it from the newest one if there is any.
 
         Each object has ``state_dict`` and ``load_state_dict``, of tensors and plain values. A
-        wrapped model is stored without its wrapper. Weights must be the same on all
-        ranks, which some saves check (the first, then ever fewer); of other objects rank 0's state
-        is saved. Data parallel ranks have random numbers of their own from here on. All call it;
-        RuntimeError: a peer is gone.
+        wrapped model is stored without its wrapper. Weights must be the same on all ranks, which
+        some saves check (the first, then ever fewer); of other objects rank 0's state is saved.
+        Data parallel ranks have random numbers of their own from here on. All ranks call it.
 
         Parameters
         ----------
@@ -123,6 +122,8 @@ class Run(ModelSetup):
         UsageError
             called twice; another seed or training set than rank 0's or the checkpoint's; a wrong
             object or name; ranks' objects differ; an optimizer's model is not tracked or wrapped
+        RuntimeError
+            a peer is gone
         """
         check_tracked(objects, per_rank, added)
         outlive_notices(objects.values())  # now the loaders' libraries are imported
@@ -166,7 +167,7 @@ class Run(ModelSetup):
                 yield self.position.epoch
                 self._go_on(site)
                 self.position.begin_epoch()
-                if self._epoch.clear():  # without a batch
+                if self._epoch.clear():  # no batch of it was taken
                     self._manager.generators.restore_step_states()
                 beat()
                 self._consensus.end_pause()
@@ -186,11 +187,10 @@ class Run(ModelSetup):
         with loop as (is_over, site):
             self._begin_loop(is_over)
             while not is_over and self.position.step < total:
-                self._no_loader.is_trained = False
-                first = self.position.step
-                yield first
+                self._no_loader.is_trained = False  # by which `step` refuses a second call
+                yield (steps_before := self.position.step)
                 self._go_on(site)
-                self._calls.check_body(self.position.step > first or not self.ends_step)
+                self._calls.check_body(self.position.step > steps_before or not self.ends_step)
                 self._act_on_decision()
 
     def backward(self, loss: torch.Tensor) -> None:

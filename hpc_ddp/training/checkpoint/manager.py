@@ -74,8 +74,7 @@ class CheckpointManager:
         self._buffer = StagingBuffer(devices[0])
         self._loaded: Loaded | None = None
         self._has_noted = False  # the flags of models
-        # `_identity` of the newest save, or of the checkpoint that was loaded; None: it has failed
-        self._written: tuple[Position, Best] | None = None
+        self._written: tuple[Position, Best] | None = None  # `_identity` of the newest good save
         self._has_loaded_best = False
 
     def track(
@@ -93,7 +92,7 @@ class CheckpointManager:
         `per_rank` names the objects of which each rank has its own: they stay as they are where
         another number of ranks wrote the checkpoint. Objects and parts of models that `added` names
         stay as they are where the checkpoint has none. After an error some objects may be loaded.
-        Rank 0 prints a line for each setting of an optimizer that the checkpoint overrides.
+        Rank 0 prints a line for each setting that the checkpoint overrides.
 
         Raises
         ------
@@ -116,9 +115,13 @@ class CheckpointManager:
         # By now models and splits are made, with random numbers that are equal on all ranks.
         rng.seed_all(derive(self._seed, self._dims.stream, 0, 0), self._devices)
         checkpoint = self._checkpoints.restore()
-        if checkpoint is None:
-            self.has_tracked = True
-            return
+        if checkpoint is not None:
+            self._take_up(checkpoint, added)
+        self.has_tracked = True
+
+    def _take_up(self, checkpoint: Restored, added: Sequence[str]) -> None:
+        """Load a checkpoint into the tracked objects, the position, `best` and `generators`; print
+        and raise as `track`."""
         for name, current in self._facts().items():
             if (stored := checkpoint.index.shared.get(name)) != current:
                 raise UsageError(
@@ -128,7 +131,7 @@ class CheckpointManager:
                 )
         tree = self._tree_of(checkpoint)
         anew = {*(self._per_rank if checkpoint.is_resized else ()), *added}
-        objects = {n: tracked for n, tracked in objects.items() if n in tree or n not in anew}
+        objects = {n: tracked for n, tracked in self.objects.items() if n in tree or n not in anew}
         # Before the objects: an optimizer in the backward may do a step.
         self.buckets.load(checkpoint.index.shared.get("buckets", ()))
         notes = optimizer_state.find_ignored_settings(objects, tree, self.trained)
@@ -144,7 +147,6 @@ class CheckpointManager:
         first = checkpoint.index.first_of_stream(self._dims.stream)
         if first is not None:
             self.generators.load(checkpoint.values_of(first))
-        self.has_tracked = True
 
     def note_flags(self) -> None:
         """Note, for each tracked model, which parameters need gradients and which parts are in
@@ -160,8 +162,7 @@ class CheckpointManager:
         """Load models and optimizers anew where they differ from the checkpoint that `track` has
         loaded, and set models' flags as in it; do nothing without one, or after the first save.
         With `accepts_settings` a change of optimizers' settings alone is left. Return the lines of
-        `Loaded.put_back`. No collective: each rank reads by itself. Raises as `put_back.put_back`.
-        """
+        `Loaded.put_back`. Raises as `put_back.put_back`. No collective: each rank reads alone."""
         return self._loaded.put_back(self._dims.pp > 1, accepts_settings) if self._loaded else []
 
     def _tree_of(self, checkpoint: Restored) -> dict[str, Any]:
@@ -301,7 +302,7 @@ class CheckpointManager:
             as `save_surely`; or the checkpoint is not there, damaged, or of another model; or
             another number of ranks wrote it, each with weights of its own
         """
-        names = [name for name, tracked in self.objects.items() if unwrap(tracked) is unwrap(model)]
+        names = [n for n, tracked in self.objects.items() if unwrap(tracked) is unwrap(model)]
         if not names:
             raise UsageError(
                 "the model is none that run.track was given",

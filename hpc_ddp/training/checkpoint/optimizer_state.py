@@ -267,7 +267,7 @@ def _restore_types(
     stored state by the parameters' numbers. Tensors in `present`, the state by parameter before the
     load, are overwritten in place."""
     params = [(n, p) for n, p in enumerate(parameters_of(optimizer)) if n in stored]
-    # Keys of numbers of the CPU. Parameters with a shape tell them: see `_with_types`.
+    # The keys of single numbers on the CPU, by the state of parameters with a shape.
     constants = {key for number, parameter in params if parameter.shape
                  for key, entry in stored[number].items() if _is_constant(entry)}  # fmt: skip
     for number, parameter in params:

@@ -79,7 +79,7 @@ def put_back(
             raise _other_objects(step, error.message) from None
         except (ValueError, KeyError) as error:
             raise _other_objects(step, f"{name}: {error}") from error
-        _load(name, plain, content, step)
+        _load_object(name, plain, content, step)
 
 
 def put_flags_back(
@@ -128,7 +128,7 @@ def _put_gradient_flags_back(
     return changed
 
 
-def _load(name: str, plain: Any, content: Any, step: int) -> None:
+def _load_object(name: str, plain: Any, content: Any, step: int) -> None:
     """Load the state dict `content` into the unwrapped object `plain`. If the object refuses it by
     an HpcDdpError, ValueError, RuntimeError or KeyError, raise HpcDdpError with the object's `name`
     and the checkpoint's `step`. Other errors come through, and so do a device's."""
@@ -288,7 +288,7 @@ def _content_for_optimizer(
         group if stored is None else optimizer_state.with_present_methods(stored, group)
         for group, stored in pairs
     ]
-    settings = _tensors_of(optimizer.param_groups, f"{name}.param_groups")  # a learning rate, say
+    settings = _tensors_of(optimizer.param_groups, f"{name}.param_groups")  # as a learning rate
     content = _assemble(saved, name, reader, templates, settings)
     return optimizer_state.number_state(content, params, groups)
 
@@ -359,17 +359,17 @@ def _read_tensor(
 ) -> torch.Tensor:
     """Return the tensor for which the `mark` at `place` stands, newly read by `reader`.
 
-    With `parameter` it gets the sharding or the order in memory of this one; else with `current`
-    the device of this one. Any other tensor comes to one of the reader's devices if it was on an
-    accelerator, else to the CPU. Raise HpcDdpError for a tensor that is not stored for this rank,
-    or not as a whole; UnreadableError if the disk does not answer.
+    The tensor gets the sharding, or the order in memory, of `parameter` if there is one; else the
+    device of `current` if there is one. Any other tensor comes to one of the reader's devices if it
+    was on an accelerator, else to the CPU. Raise HpcDdpError for a tensor that is not stored for
+    this rank, or not as a whole; UnreadableError if the disk does not answer.
     """
     if place not in reader:
         raise HpcDdpError(f"{place} is a tensor that no rank has stored for this one")
     tensor = reader.read(place, parameter)
     if parameter is not None and not is_sharded(parameter):
-        # Fused optimizers walk a parameter's memory and its state's side by side. What is one
-        # number may be a constant of the CPU's: no later step could tell it from an average.
+        # The order in memory: fused optimizers walk a parameter and its state side by side. A
+        # single number goes to the parameter's device if it was on one: see `_with_types`.
         is_number = mark != TENSOR and not tensor.shape
         device = parameter.device if is_number else tensor.device
         layout = torch.empty_like(parameter, dtype=tensor.dtype, device=device)

@@ -284,7 +284,8 @@ class Checkpoints(Restorer):
     def _publish(self, plan: Plan, draft: Path, content: Content, answers: list[Any]) -> Outcome:
         """On rank 0: write index and manifest of a draft from the ranks' `answers` (of `_write`, no
         `Failure` among them), and publish it. If weights are not finite, or the attempt is
-        superseded, remove it; the outcome has that error. Raise OSError if the disk refuses."""
+        superseded, remove it; the outcome has that error. Raise OSError if the disk refuses, and
+        any error of `before_publishing`."""
         if NON_FINITE in answers:
             disk.remove(draft)
             return Outcome(error=non_finite_error(self._run, content.step))

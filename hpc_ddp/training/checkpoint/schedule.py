@@ -90,7 +90,7 @@ class BestValues:
         in_save, self._in_save = self._in_save, None
         is_best = in_save is not None and in_save.step == self.best.step
         if in_save and done:
-            # A better value may have come during the save, which counts as a stale one here.
+            # If a better value came during the save, it is one more value after the saved one.
             self._saved = self.best if is_best else replace(in_save, stale=in_save.stale + 1)
         elif is_best:
             self._unsaved_at, self.best.step = self.best.step, None
@@ -113,13 +113,14 @@ def time_between_failures(events: Sequence[JournalEvent]) -> float:
     A failure is an attempt that neither stopped nor finished: it lost its steps since its last
     save. Only attempts that made a step count.
     """
-    spent, failures = PRIOR_S, 1
+    spent_s, failures = PRIOR_S, 1
     for of_attempt in by_attempt(events).values():
         if last_event(of_attempt, FirstStep):
             times = [event.time for event in of_attempt]
-            spent += max(times) - min(times)
-            failures += last_event(of_attempt, Stopped, Finished) is None
-    return spent / failures
+            spent_s += max(times) - min(times)
+            if last_event(of_attempt, Stopped, Finished) is None:
+                failures += 1
+    return spent_s / failures
 
 
 def slowest_save(events: Sequence[JournalEvent]) -> float:

@@ -159,7 +159,7 @@ def collect(
                 " load_state_dict, and random generators",
                 hint="for a best value there is run.best",
             )
-        content = _content_of(name, plain, labels, state, trained, untracked.get(name, {}))
+        content = _take_content(name, plain, labels, state, trained, untracked.get(name, {}))
         tensors: dict[str, torch.Tensor] = {}
         is_private = name in per_rank
         tree = state.private_tree if is_private else state.tree
@@ -234,7 +234,7 @@ def untracked_parameters(
     }
 
 
-def _content_of(
+def _take_content(
     name: str,
     plain: Any,
     labels: Mapping[int, str],

@@ -23,8 +23,8 @@ class Control:
     """
 
     def __init__(self, info: DistEnv, timeout: timedelta) -> None:
-        """Make the gloo group of all ranks that `info` counts, a collective; RuntimeError as the
-        methods. `timeout` is the longest wait for a peer."""
+        """Make a gloo group of all ranks, a collective; `info` has this process's rank, `timeout`
+        is the longest wait for a peer. Raise RuntimeError if a peer is gone."""
         self.rank = info.rank
         self.world_size = info.world_size
         self.timeout = timeout

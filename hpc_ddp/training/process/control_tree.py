@@ -110,8 +110,8 @@ class TreeControl(Control):
     def _gather(self, values: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
         """Write all ranks' values into the `tensors` of rank 0 ([] on other ranks).
 
-        Each rank of a group sends a row for itself and each rank below it, and zeros up to the rows
-        of the group's largest: only its last rank may have fewer, so the zeros come last.
+        At each level a rank sends a row for itself and each rank below it. All ranks of a group
+        send as many rows: the last one, which may have fewer, adds zeros, which so come last.
         """
         rows, size = values.detach().unsqueeze(0), 1  # size: rows that a rank sends
         for level in self._levels:

@@ -98,11 +98,11 @@ class LaunchEnv:
             end_time=_seconds(environ, "HPC_DDP_END_TIME"),
             save_every=auto or _seconds(environ, "HPC_DDP_SAVE_EVERY"),
             hang_after=_seconds(environ, "HPC_DDP_HANG_AFTER"),
-            profile=_parse(environ, "HPC_DDP_PROFILE", _window, "two steps, like 10:15"),
+            profile=_parse_variable(environ, "HPC_DDP_PROFILE", _window, "two steps, like 10:15"),
             backend=environ.get("HPC_DDP_BACKEND") or None,
             runs=Path(os.path.expanduser(environ.get("HPC_DDP_RUNS") or "runs")).absolute(),
             stem=script if script not in ("", "-", "-c") else "python",
-            is_within=bool(run) and _worker(environ) not in ("", str(os.getpid())),
+            is_within=bool(run) and _worker_pid(environ) not in ("", str(os.getpid())),
         )
 
 
@@ -161,10 +161,10 @@ def mark_trained(env: LaunchEnv) -> None:
 
 def _mark_path() -> Path:
     """Return the path of the file of `mark_trained`, in the folder of this node's attempt."""
-    return Path(os.environ.get("HPC_DDP_NODE_FOLDER", "."), f"trained-{_worker(os.environ)}")
+    return Path(os.environ.get("HPC_DDP_NODE_FOLDER", "."), f"trained-{_worker_pid(os.environ)}")
 
 
-def _worker(environ: Mapping[str, str]) -> str:
+def _worker_pid(environ: Mapping[str, str]) -> str:
     """Return the process id of the worker whose variables these are, '' where it is not known."""
     return environ.get(WORKER, "").partition(" ")[0]
 
@@ -183,7 +183,7 @@ def _number(environ: Mapping[str, str], name: str) -> int:
 def _seconds(environ: Mapping[str, str], name: str) -> float | None:
     """Return a variable in seconds, None where it is empty or not set; raise UsageError if it is no
     number."""
-    return _parse(environ, name, float, "a number of seconds")
+    return _parse_variable(environ, name, float, "a number of seconds")
 
 
 def _window(text: str) -> tuple[int, ...]:
@@ -192,7 +192,7 @@ def _window(text: str) -> tuple[int, ...]:
     return tuple(int(step) for step in text.split(":"))
 
 
-def _parse(
+def _parse_variable(
     environ: Mapping[str, str], name: str, parse: Callable[[str], T], accepted: str
 ) -> T | None:
     """Return a variable as `parse` reads it, None where it is empty or not set.

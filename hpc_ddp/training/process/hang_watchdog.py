@@ -88,7 +88,8 @@ class Watchdog:
     ) -> None:
         """Prepare the watch, which the first `step_done` begins; call `show_stacks_when_asked`."""
         self._hang_after_s = hang_after_s or 0.0
-        # The ranks' last beats lie up to a step apart, and the first one to exit ends all.
+        # For which a hung rank waits for its peers to find the hang and write their stacks, too:
+        # their last beats lie up to a step apart, and the first rank to exit ends all.
         self._grace_s = min(60.0, 2.0 + self._hang_after_s / 30)
         self._poll_s = self._grace_s / 6
         self._node, self._rank, self._position = node, rank, position

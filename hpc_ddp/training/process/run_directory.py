@@ -87,7 +87,7 @@ def _claim_local(env: LaunchEnv, dist_env: DistEnv) -> tuple[Path, int]:
     }
     make_folders(run.path.parent)
     # Of two starts at once, one would rename the other's new run as the finished one.
-    with _locked(run.path.parent / ".start"):
+    with _hold_lock(run.path.parent / ".start"):
         finished = _move_away(run.path) if run.path.exists() and run.finished() else None
         attempt = run.make().claim_attempt(identity, partial(_may_be_live, run, identity))
     job = _job_of(env, dist_env)
@@ -117,7 +117,7 @@ def _job_of(env: LaunchEnv, dist_env: DistEnv) -> JobSpec:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def _hold_lock(path: Path) -> Iterator[None]:
     """Make a file, and hold the lock on it during the block; first wait for another process that
     holds it. On a file system without locks nothing is locked. Raise OSError where the file can't
     be made."""
@@ -147,30 +147,30 @@ def _may_be_live(run: RunFolder, identity: dict[str, Any], attempt: dict[str, An
         return False
     events = run.events()
     newest = [event for event in events if event.attempt == events[-1].attempt] if events else []
-    if last_event(newest, Finished, Stopped, RankFailed):
+    if last_event(newest, Finished, Stopped, RankFailed):  # the end of the newest attempt
         return False
-    changed = max((path.stat().st_mtime for path in run.journal_folder.glob("*")), default=0.0)
-    return time.time() - changed < SILENT_S
+    changed_at = max((path.stat().st_mtime for path in run.journal_folder.glob("*")), default=0.0)
+    return time.time() - changed_at < SILENT_S
 
 
-def _adopt_job(run: RunFolder, begun: JobSpec, job: JobSpec) -> None:
-    """Go on with the run of the job `begun`, by `job`, which starts now: where its arguments or
-    working folder are others, write these into job.json. Where the arguments differ and there is a
-    checkpoint, print the earlier ones.
+def _adopt_job(run: RunFolder, stored: JobSpec, job: JobSpec) -> None:
+    """Go on with a run by `job`, which starts now: where its arguments or working folder differ
+    from those of the `stored` job, write them into job.json. If the arguments differ and the run
+    has a checkpoint, print the stored ones.
 
     Raise UsageError where the two jobs have different scripts, OSError if job.json can't be
     written, or the checkpoints can't be listed.
     """
-    if begun.script != job.script:
+    if stored.script != job.script:
         raise UsageError(
-            f"{run.path} is a run of {begun.script}, and this is {job.script}",
+            f"{run.path} is a run of {stored.script}, and this is {job.script}",
             hint=f"rename or remove {run.path}, or set HPC_DDP_RUNS to another folder",
         )
-    has_other_arguments = list(begun.args) != list(job.args)
-    if has_other_arguments or begun.chdir != job.chdir:
-        write_json(run.job_json, asdict(replace(begun, args=job.args, chdir=job.chdir)))
+    has_other_arguments = list(stored.args) != list(job.args)
+    if has_other_arguments or stored.chdir != job.chdir:
+        write_json(run.job_json, asdict(replace(stored, args=job.args, chdir=job.chdir)))
     if has_other_arguments and published(run.checkpoints):
-        args = " ".join(begun.args) or "none"
+        args = " ".join(stored.args) or "none"
         say(
             f"{run.path} was last started with other arguments ({args}); it goes on with the new"
             " ones; remove or rename the folder to start afresh"

@@ -117,7 +117,7 @@ class StagingBuffer:
         accelerators = [device for device in sources if devices.is_accelerator(device)]
         begins = [devices.mark(device, timed=True) for device in accelerators]
         for segments, part in zip(self._segments, parts.values(), strict=True):
-            _copy(part.numbers.detach(), segments)
+            _begin_copy(part.numbers.detach(), segments)
         ends = [devices.mark(device, timed=True) for device in accelerators]
         self._copies = list(zip(begins, ends, strict=True))
 
@@ -207,7 +207,7 @@ def _segments(piece: StoredShard, blocks: list[torch.Tensor]) -> list[torch.Tens
     return segments
 
 
-def _copy(numbers: torch.Tensor, segments: list[torch.Tensor]) -> None:
+def _begin_copy(numbers: torch.Tensor, segments: list[torch.Tensor]) -> None:
     """Begin to copy a tensor, in the current stream of its device, into `segments`, which together
     have as many numbers."""
     # torch takes an asynchronous copy's conjugate on the host, perhaps before the copy is there.
@@ -222,8 +222,8 @@ def _copy(numbers: torch.Tensor, segments: list[torch.Tensor]) -> None:
 
 
 def _is_finite(numbers: torch.Tensor) -> bool:
-    """Return whether there is no NaN or infinity, by the sum: it is not finite if a number is not.
-    True for integers."""
+    """Return whether there is no NaN or infinity, by the sum, which is not finite if a number is
+    not. False also if the sum overflows; True for integers."""
     if numbers.is_complex():
         numbers = torch.view_as_real(numbers)
     if not numbers.is_floating_point():

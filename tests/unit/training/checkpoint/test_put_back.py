@@ -494,7 +494,7 @@ def test_an_error_of_a_weights_copy_is_none_of_the_checkpoint(
     monkeypatch.setattr(torch.Tensor, "copy_", copy)
     saved = {"weight": torch.ones(2, 2), "bias": torch.ones(2)}
     with pytest.raises(RuntimeError, match="CUDA out of memory") as caught:
-        put_back._load("m", nn.Linear(2, 2), saved, step=4)
+        put_back._load_object("m", nn.Linear(2, 2), saved, step=4)
     assert "this program's objects" not in str(caught.value)
 
 
