@@ -42,7 +42,7 @@ from hpc_ddp.training.process.environment import mark_trained, take_run
 from hpc_ddp.training.process.failure import OuterError
 from hpc_ddp.training.process.hang_watchdog import beat
 from hpc_ddp.training.process.member import Member
-from hpc_ddp.training.process.process_group import leave, leave_quickly, timeout_beyond
+from hpc_ddp.training.process.process_group import leave, skip_teardown_at_exit, timeout_beyond
 from hpc_ddp.training.stops.consensus import Decision
 from hpc_ddp.training.stops.signals import NONE, REASONS
 
@@ -259,7 +259,7 @@ class StopPoint(Member):
         }
         self._checkpoints.commit(self.position.step, facts, began)
         decision, self._decision = self._decision, Decision()
-        self._schedule.saved()
+        self._schedule.note_save()
         if decision.reason != NONE:
             if self._checkpoints.settle():
                 self._leave(decision.reason)
@@ -297,7 +297,7 @@ class StopPoint(Member):
         without peers has no groups.
 
         All ranks call it. Raise UsageError without torch's process group, HpcDdpError as
-        `run_directory.find`, and RuntimeError if a peer is gone.
+        `run_directory.open_run`, and RuntimeError if a peer is gone.
         """
         control, background = self._make_controls()
         self._info = replace(self._info, rank=control.rank, world_size=control.world_size)
@@ -315,8 +315,8 @@ class StopPoint(Member):
         self._checkpoints.library = self._format
         self._checkpoints.own_names = self._own_names
         self._checkpoints.syncs = self._info.local_rank == 0
-        bound = getattr(dist.group.WORLD, "bound_device_id", None)  # None: the current device
-        device = bound or devices.current(self._info.local_rank) or devices.CPU
+        bound = getattr(dist.group.WORLD, "bound_device_id", None)  # else the current one
+        device = bound or devices.current_type(self._info.local_rank) or devices.CPU
         self._make_metrics(self._prepare_decisions(self._checkpoints, device))
 
     def _make_controls(self) -> tuple[Control, Control]:
@@ -350,7 +350,7 @@ class StopPoint(Member):
         if self.rank == 0:
             self._say_stop()
             self._say_goodput()
-        leave_quickly()  # once the interpreter exits
+        skip_teardown_at_exit()
         raise SystemExit(0)
 
     def _journal_finished(self) -> None:

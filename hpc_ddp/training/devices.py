@@ -29,8 +29,8 @@ CPU = torch.device("cpu")
 class Kind:
     """Facts of a device type that torch does not give.
 
-    `vendor` is a name in `accelerators.VENDORS`. `binds`: whether the backend takes a
-    ``device_id``, to connect at once; `adds_float64`, whether it adds up float64.
+    `vendor` is a name in `accelerators.VENDORS`. `binds`: the backend takes a ``device_id``, to
+    connect at once. `adds_float64`: the backend adds up float64.
     """
 
     vendor: str
@@ -50,8 +50,8 @@ def is_accelerator(device: torch.device) -> bool:
 
 
 def usable() -> torch.device | None:
-    """Return the kind of accelerator to train on, without an index; None where the run is to train
-    on the CPU."""
+    """Return the type of accelerator to train on, as a device without an index; None where the run
+    is to train on the CPU."""
     device: torch.device | None = accelerators.usable_accelerator(torch)
     return device
 
@@ -76,16 +76,17 @@ def shares_devices() -> bool:
 
 
 def count() -> int:
-    """Return how many accelerators can be trained on here, 0 where there are none."""
+    """Return how many accelerators this process can train on; 0 without any."""
     return torch.accelerator.device_count() if usable() else 0
 
 
-def current(local_rank: int) -> torch.device | None:
-    """Return the kind of accelerator that a process of a script's own works on, without an index:
-    the current one. None on the CPU, and where the script has set none: the current one is then the
-    first of several, on which the worker `local_rank` has nothing, and an event would open it."""
+def current_type(local_rank: int) -> torch.device | None:
+    """Return the type of accelerator, as a device without an index, that the worker `local_rank`
+    uses where its script chooses the device; None on the CPU. None also where the current one is
+    the first of several and `local_rank` is not 0: the script has set none, and an event would open
+    that first one."""
     device = usable()
-    # The question opens the first device of a process that has used none.
+    # `current_device_index` opens the first device of a process that has used none.
     is_set = bool(device and is_used(device)) and torch.accelerator.current_device_index() > 0
     return device if is_set or local_rank == 0 or count() == 1 else None
 
@@ -102,18 +103,16 @@ def take(first: int, number: int) -> list[torch.device]:
 
 
 def use(device: torch.device) -> None:
-    """Make an accelerator the current one of this thread, which else begins with the first one. A
-    CPU changes nothing."""
+    """Make an accelerator the current one of this thread; a new thread has the first one. Do
+    nothing for the CPU."""
     if is_accelerator(device):
         torch.accelerator.set_device_index(device.index)
 
 
 def default_backend(device: torch.device) -> str:
     """Return the name of the backend by which torch sends a device's tensors: that of NCCL, XCCL,
-    HCCL, or Gloo for the CPU.
-
-    Raise ValueError for a type of device that torch has none for; `usable` returns no such one.
-    """
+    HCCL, or Gloo for the CPU. Raise ValueError for a type of device that torch has none for;
+    `usable` returns no such type."""
     return dist.get_default_backend_for_device(device)
 
 
@@ -122,9 +121,10 @@ def carries(backend: str, device: torch.device) -> bool:
     return accelerators.backend_carries(torch, backend, device.type)
 
 
-def bound(backend: str, device: torch.device) -> dict[str, Any]:
-    """Return the argument of ``init_process_group`` that binds the group to a device, {} where
-    `backend` does not send the device's tensors by its own, or takes none."""
+def binding(backend: str, device: torch.device) -> dict[str, Any]:
+    """Return ``device_id``, the argument of ``init_process_group`` that binds the group to a
+    device; {} where torch's own backend for the device is not the `backend` (or in its pairs, as
+    ``cpu:gloo,cuda:nccl``), or can't be bound. Raises as `default_backend`."""
     kind = KINDS.get(device.type)
     own_backends = (default_backend(device), f"{device.type}:{default_backend(device)}")
     binds = kind is not None and kind.binds and bool({*own_backends} & {*backend.split(",")})
@@ -144,7 +144,7 @@ def has_bf16(device: torch.device) -> bool:
     tell = getattr(torch.get_device_module(device), "is_bf16_supported", None)
     if tell is None:
         return True
-    emulates = "including_emulation" in inspect.signature(tell).parameters
+    emulates = "including_emulation" in inspect.signature(tell).parameters  # NVIDIA's function
     return bool(tell(including_emulation=False) if emulates else tell())
 
 
@@ -155,18 +155,15 @@ def uses_tf32() -> bool:
 
 
 def sum_type(device: torch.device) -> torch.dtype:
-    """Return in which type numbers of a device are added up over ranks: float64 where that is
-    possible, else float32.
-
-    HCCL adds up no float64 (its API reference, HcclAllReduce).
-    """
+    """Return the type in which a device's numbers are added up over ranks: float64 where that is
+    possible, else float32. HCCL adds up no float64 (its API reference, HcclAllReduce)."""
     kind = KINDS.get(device.type)
     can = has_float64(device) and (not kind or kind.adds_float64)
     return torch.float64 if can else torch.float32
 
 
 def name(device: torch.device) -> str:
-    """Return the model's name of a device, as the driver has it; "" where there is none."""
+    """Return the name of a device's model, as the driver has it; "" where torch does not tell."""
     tell = getattr(torch.get_device_module(device), "get_device_name", None)
     return str(tell(device)) if tell else ""
 
@@ -192,8 +189,8 @@ def tell_sharers_apart(device: torch.device, rank: int) -> None:
 
 
 def mark(device: torch.device, *, timed: bool = False) -> torch.Event:
-    """Record an event in the current stream of an accelerator, and return it; `elapsed_s` needs a
-    `timed` one."""
+    """Record an event in the current stream of an accelerator, and return the event; `elapsed_s`
+    takes `timed` ones only."""
     event = torch.Event(device, enable_timing=timed)
     event.record(torch.accelerator.current_stream(device))
     return event
@@ -236,18 +233,16 @@ class Transfer:
     def __init__(self, values: Mapping[str, Any]) -> None:
         """Begin to copy the values of accelerators; the others are kept as they are."""
         self._values = {name: _start_copy(value) for name, value in values.items()}
-        accelerators = {value.device for value in values.values() if _is_away(value)}
-        self._marks = [mark(device) for device in accelerators]
+        sources = {value.device for value in values.values() if _is_away(value)}
+        self._marks = [mark(device) for device in sources]
 
     def is_over(self) -> bool:
         """Return whether all values are here; waits for nothing."""
         return all(event.query() for event in self._marks)
 
     def numbers(self) -> dict[str, Any]:
-        """Return the values by name, as `plain` has them; waits for those that are not here.
-
-        Raise RuntimeError or ValueError for several numbers (`plain`).
-        """
+        """Return the values by name, as `plain` returns them; wait for those under way. Raises as
+        `plain`."""
         for event in self._marks:
             if not event.query():
                 event.synchronize()
@@ -255,16 +250,14 @@ class Transfer:
 
 
 def plain(value: Any) -> Any:
-    """Return a tensor's, or a numpy scalar's, value as a Python number; others as they are.
-
-    Raise RuntimeError or ValueError for several numbers.
-    """
+    """Return the number in a tensor or a numpy scalar as Python's; other values as they are. Waits
+    for a tensor's device. Raise RuntimeError or ValueError for several numbers."""
     return value.item() if hasattr(value, "item") else value
 
 
 def is_number(value: Any) -> bool:
-    """Return whether `plain` makes a number of a value. No tensor is read: that would wait for a
-    device, and raise its errors."""
+    """Return whether `plain` makes a real number, or a bool, of a value. No tensor is read: that
+    would wait for a device, and raise its errors."""
     if isinstance(value, torch.Tensor):
         return value.numel() == 1 and not value.is_complex() and not value.is_meta
     try:
@@ -310,11 +303,8 @@ def choose_devices(info: DistEnv, per_worker: int = 1) -> list[torch.device]:
     the CPU, `per_worker` times. With `shares_devices`, workers for which there are too few GPUs
     share those of the first workers.
 
-    Raises
-    ------
-    HpcDdpError
-        there are GPUs, but fewer than this worker and those before it on its node need; or there
-        are some, and torch sees none
+    Raise HpcDdpError where there are GPUs, but fewer than this worker and those before it on its
+    node need; or where there are some, and torch sees none.
     """
     visible = count()
     if not visible:
@@ -324,24 +314,28 @@ def choose_devices(info: DistEnv, per_worker: int = 1) -> list[torch.device]:
     sees_own = visible == per_worker and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ
     first = 0 if sees_own else info.local_rank * per_worker
     if shares_devices() and visible >= per_worker:
-        first %= visible // per_worker * per_worker
+        first %= visible // per_worker * per_worker  # of the GPUs that whole workers fill
     if first + per_worker > visible:
-        needs = f" of {per_worker} GPUs" if per_worker > 1 else ""
-        words = hiding_words()
-        hide = f", or hide the GPUs with {words}" if words else ""
-        fitting = "take fewer GPUs"
-        if visible >= per_worker:
-            fitting = f"start {visible // per_worker} workers per node"
-        if os.environ.get("CUDA_VISIBLE_DEVICES", "").count("MIG-") > visible:
-            fitting = (
-                "CUDA shows a process one MIG slice: give each a Slurm task and a slice of its"
-            )
-            fitting += " own (--launcher srun --gpu-request gpus-per-task)"
-        raise HpcDdpError(
-            f"{info.local_world_size} workers{needs} on this node, but {visible} visible GPU(s)",
-            hint=f"{fitting}{hide}",
-        )
+        raise _too_few_error(info, per_worker, visible)
     return take(first, per_worker)
+
+
+def _too_few_error(info: DistEnv, per_worker: int, visible: int) -> HpcDdpError:
+    """Return the error for a node whose workers need `per_worker` GPUs each, where this worker
+    sees `visible`; the hint says how many workers fit."""
+    needs = f" of {per_worker} GPUs" if per_worker > 1 else ""
+    words = hiding_words()
+    hide = f", or hide the GPUs with {words}" if words else ""
+    fitting = "take fewer GPUs"
+    if visible >= per_worker:
+        fitting = f"start {visible // per_worker} workers per node"
+    if os.environ.get("CUDA_VISIBLE_DEVICES", "").count("MIG-") > visible:  # slices of GPUs
+        fitting = "CUDA shows a process one MIG slice: give each a Slurm task and a slice of its"
+        fitting += " own (--launcher srun --gpu-request gpus-per-task)"
+    return HpcDdpError(
+        f"{info.local_world_size} workers{needs} on this node, but {visible} visible GPU(s)",
+        hint=f"{fitting}{hide}",
+    )
 
 
 def _refuse_unseen() -> None:
@@ -350,14 +344,13 @@ def _refuse_unseen() -> None:
     expected = accelerators.expected_devices(os.environ)
     if not expected or torch.accelerator.current_accelerator(check_available=True) is not None:
         return
-    vendor, files = max(expected.items(), key=lambda item: item[1])
+    vendor, files = max(expected.items(), key=lambda pair: pair[1])  # with the most devices
     built = {"NVIDIA": torch.version.cuda, "AMD": torch.version.hip, "Intel": torch.version.xpu}
     names = " and ".join(name for name, version in built.items() if version) or "CPUs"
     remedy = f"install a torch for {vendor}"
     if built.get(vendor):
-        remedy = (
-            "look at the driver (too old for this torch?), in a container at its option for GPUs"
-        )
+        remedy = "look at the driver (too old for this torch?), in a container at its option for"
+        remedy += " GPUs"
     raise HpcDdpError(
         f"{files} device(s) of {vendor} are here, and torch {torch.__version__}, which is built"
         f" for {names}, sees none",
@@ -366,14 +359,13 @@ def _refuse_unseen() -> None:
 
 
 def choose_backend(requested: str | None, device: torch.device) -> str:
-    """Return the name of the backend that carries gradients: `requested`, else the device's own:
-    NCCL for NVIDIA and AMD, XCCL for Intel, HCCL for Ascend, Gloo for the CPU. Pairs, as in
-    ``cpu:gloo,cuda:nccl``, count for the CPU and the device: a dry run without a GPU has Gloo.
+    """Return the name of the backend that carries gradients, in small letters: `requested`, else
+    the device's own: NCCL for NVIDIA and AMD, XCCL for Intel, HCCL for Ascend, Gloo for the CPU. Of
+    pairs, as ``cpu:gloo,cuda:nccl``, return those of the CPU and of the device's type; where one is
+    left, as in a dry run without a GPU, return its name alone.
 
-    Raises
-    ------
-    HpcDdpError
-        this torch was built without it, or it sends no tensors of the device (NCCL without a GPU)
+    Raise HpcDdpError where pairs have none for the device, this torch was built without its
+    backend, or that sends none of its tensors (NCCL without a GPU).
     """
     backend = str(requested or default_backend(device)).lower()
     by_type: dict[str, str] = {}
@@ -381,18 +373,18 @@ def choose_backend(requested: str | None, device: torch.device) -> str:
         pairs = [pair.partition(":") for pair in backend.split(",")]
         by_type = {kind: name for kind, _, name in pairs if kind in ("cpu", device.type)}
         backend = by_type.get(device.type, "")
-    why = ""
+    reason = ""
     if not backend:
-        why = f"it names none for {device.type}"
+        reason = f"it names none for {device.type}"
     elif not dist.is_backend_available(backend):
         names = filter(dist.is_backend_available, ("nccl", "gloo", "mpi", "xccl", "hccl"))
-        why = f"this torch has {', '.join(names)}, and no {backend}"
+        reason = f"this torch has {', '.join(names)}, and no {backend}"
     elif not carries(backend, device):
-        why = f"it sends no tensors of {device.type}" if count() else "there is no GPU here"
-    if why:
+        reason = f"it sends no tensors of {device.type}" if count() else "there is no GPU here"
+    if reason:
         slower = "; slower: HPC_DDP_BACKEND=gloo" if carries("gloo", device) else ""
         raise HpcDdpError(
-            f"the backend {requested or backend!r} can't be used: {why}",
+            f"the backend {requested or backend!r} can't be used: {reason}",
             hint=f"leave it out: this run's own is {default_backend(device)!r}"
             if requested
             else f"install a torch that has it{slower}",

@@ -70,16 +70,18 @@ class DrilledRun(Run):
         self._tracked |= objects
 
     def _begin_loop(self, is_over: bool) -> None:
-        """Begin the loop, and record its start, unless it is over: then generators are those of a
-        later one. After a resume within an epoch the start comes with the first batch, since
-        generators are as of the epoch's begin before it."""
+        """Begin the loop as `Run` does, and record its start. Nothing is recorded for a loop that
+        an earlier attempt has finished (`is_over`): the generators have the states of a later loop
+        then. After a resume within an epoch `_restore_step_states` records the start, at the first
+        batch: until then the generators have their states of the epoch's begin."""
         super()._begin_loop(is_over)
         self._began = time.monotonic()
         if self._epoch.on_first_batch is None and not is_over:
             self._record("start", self.position.step, {})
 
     def _restore_step_states(self) -> Callable[[], None]:
-        """Put the checkpoint's state back, and record the start of the loop."""
+        """Put the checkpoint's state back, record the start of the loop, and return a function that
+        undoes the first for the generators."""
         undo = super()._restore_step_states()
         self._record("start", self.position.step, {})
         return undo
@@ -93,11 +95,11 @@ class DrilledRun(Run):
             yield epoch
 
     def step(self, **values: Any) -> None:
-        """Record the step, and save, stop or wait as the plan says; see `Run.step`. Nothing amid
-        accumulating.
+        """Record the step, do as `Run.step`, and save, stop or wait for a disturbance as the plan
+        says. Do nothing amid accumulating.
 
         All ranks call it. Raise HpcDdpError if a disturbance that is to end this process does not
-        come, OSError if the drill can't be signalled.
+        come, OSError if the drill can't be signalled; else as `Run.step`.
         """
         if not self.ends_step:
             return
@@ -113,34 +115,35 @@ class DrilledRun(Run):
             self._notices.reason = CANCELLED  # all stop, and no attempt follows
         super().step(**values)
         if hold == "kill":
-            self._manager.settle()
+            self._manager.settle()  # the kill is to come after the save, if there is one
             self._hold("kill")
         self._add_decision(self._consensus.decide_now())
         if self._acts_in_step:
-            self._act()
+            self._act_on_decision()
 
     def finish(self, **results: float | torch.Tensor) -> None:
-        """Record the end, then finish; see `Run.finish`."""
-        if not self._calls.is_failing() and not self._over:
+        """Record the end, unless the run has ended before or fails; then do as `Run.finish`."""
+        if not self._calls.is_failing() and not self._is_over:
             self._record("end", self.position.step, {})
         super().finish(**results)
 
     def _is_end(self, step: int) -> bool:
-        """Return whether the plan ends the run at this step."""
+        """Return whether the plan ends the run at this step: by ``end``, or without it by
+        ``seconds`` since the loop's begin."""
         if (end := self._plan.get("end")) is not None:
             return bool(step >= end)
         limit_s = self._plan.get("seconds")
-        since = time.monotonic() - self._began
-        return limit_s is not None and step >= LEAST_STEPS and since > limit_s
+        since_s = time.monotonic() - self._began
+        return limit_s is not None and step >= LEAST_STEPS and since_s > limit_s
 
     def _signal_ready(self) -> None:
-        """Signal to the drill that this is the moment, by an empty file of rank 0; raise OSError if
-        the disk refuses."""
+        """On rank 0 make an empty file, at which the drill disturbs the run; raise OSError if the
+        disk refuses."""
         if self.rank == 0:
             (self._folder / f"ready-{self._attempt}").touch()
 
     def _hold_until_notice(self) -> None:
-        """Signal the drill, then wait on rank 0 for a notice, `HOLD_S` at most; raises as
+        """Signal the drill, then wait on rank 0 for a notice, `HOLD_S` seconds at most; raises as
         `_signal_ready`."""
         self._signal_ready()
         if self.rank == 0:  # the other ranks wait for it at the next exchange
@@ -149,26 +152,27 @@ class DrilledRun(Run):
                 time.sleep(0.01)
 
     def _hold_save(self, step: int) -> None:
-        """Wait to be killed at the plan's step, before its save is published; else nothing.
+        """Wait to be killed if the plan holds the save of this step, else do nothing.
 
-        Called in the saving thread of rank 0, with all files of the draft but the manifest written.
-        Raises as `_hold`.
+        The saving thread of rank 0 calls it before a save is published, when all files of the draft
+        but the manifest are written. Raises as `_hold`.
         """
         if self._plan.get("hold") == "save" and step == self._plan["at"]:
             self._hold("kill in a save")
 
     def _hold(self, disturbance: str) -> None:
-        """Signal the drill, and wait to be killed; raise HpcDdpError after `HOLD_S`, OSError if the
-        disk refuses the signal."""
+        """Signal the drill, and wait to be killed; raise HpcDdpError, which names the
+        `disturbance`, after `HOLD_S` seconds, OSError if the disk refuses the signal."""
         self._signal_ready()
         time.sleep(HOLD_S)
         raise HpcDdpError(f"the drill's {disturbance} did not come")
 
     def _record(self, moment: str, step: int, values: Mapping[str, Any]) -> None:
-        """Append a record of this rank: the digests of its state, `values`, and for a step the
-        digests of what the optimizers have read. The optimizers' digests begin anew.
+        """Append a record of this rank: the digests of its state at `step`, the numbers `values`,
+        and for a step the digests of what the optimizers have read. The optimizers' digests begin
+        anew.
 
-        `moment` is start, epoch, step or end. A disk that refuses is reported once.
+        `moment` is start, epoch, step or end. If the disk refuses, a message is printed once.
         """
         models = [
             tracked for tracked in self._tracked.values() if isinstance(tracked, torch.nn.Module)
@@ -176,14 +180,6 @@ class DrilledRun(Run):
         digests, gradients_size = self._steps.take()
         # At a step's record the loader has not counted its batch yet.
         is_counted = moment != "step" or self._loader is None
-        states: dict[str, Any] = {}
-        for name, tracked in self._tracked.items():
-            state = dict(unwrap(tracked).state_dict())
-            if isinstance(tracked, Optimizer):  # a learning rate, say, which a scheduler changes
-                states[f"settings {name}"] = state.pop("param_groups")
-            states[f"{_kind(tracked)} {name}"] = state
-        for name, generator in rng.snapshot(self.devices).items():
-            states[f"random {name}"] = generator
         record = DrillRecord(
             rank=self.rank,
             at=moment,
@@ -191,7 +187,7 @@ class DrilledRun(Run):
             epoch=self.position.epoch,
             samples=self.position.samples if is_counted else self._batch.end,
             used=digests if moment == "step" else {},
-            state={part: digest_of(state) for part, state in states.items()},
+            state={part: digest_of(state) for part, state in self._states().items()},
             values={name: plain(scalar) for name, scalar in values.items()},
             sizes={
                 "gradients": gradients_size,
@@ -200,18 +196,31 @@ class DrilledRun(Run):
         )
         self._records.write(record)
 
+    def _states(self) -> dict[str, Any]:
+        """Return the states of the tracked objects and of the random generators, by kind and name
+        (``model net``); an optimizer's groups are apart, as ``settings NAME``."""
+        states: dict[str, Any] = {}
+        for name, tracked in self._tracked.items():
+            state = dict(unwrap(tracked).state_dict())
+            if isinstance(tracked, Optimizer):  # a learning rate, say, which a scheduler changes
+                states[f"settings {name}"] = state.pop("param_groups")
+            states[f"{_kind(tracked)} {name}"] = state
+        for name, generator in rng.snapshot(self.devices).items():
+            states[f"random {name}"] = generator
+        return states
+
 
 class OptimizerSteps:
-    """Digests of what the process's optimizers read in a step: the gradients and, for those that
-    are not tracked, their state before it."""
+    """Digests of what the process's optimizers read in a step: the gradients and, of an optimizer
+    that is not tracked, its state before the step."""
 
     def __init__(self, tracked: Mapping[str, Any]) -> None:
-        """Hook all optimizers of this process. `tracked` has objects by name, to which others may
-        be added later; the states of its optimizers are not digested."""
+        """Hook all optimizers of this process, for good. `tracked` has objects by name, and may get
+        further ones later; the states of its optimizers are not digested."""
         self._tracked = tracked
         self._digests: dict[str, str] = {}
         self._gradients_size = 0.0
-        register_optimizer_step_pre_hook(self._add)
+        register_optimizer_step_pre_hook(self._digest_step)
 
     def take(self) -> tuple[dict[str, str], float]:
         """Return the digests since the last call, by "gradients" and "untracked CLASS", and the sum
@@ -220,9 +229,9 @@ class OptimizerSteps:
         size, self._gradients_size = self._gradients_size, 0.0
         return digests, size
 
-    def _add(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Add to the digests what an optimizer is about to read; torch calls it before each step of
-        any optimizer."""
+    def _digest_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Add what an optimizer is about to read to the digests. torch calls it before each step of
+        any optimizer, with the step's arguments, which are ignored."""
         groups = optimizer.param_groups
         gradients = [weight.grad for group in groups for weight in group["params"]]
         # A process may step several optimizers, or one of them twice: all count.
@@ -231,7 +240,7 @@ class OptimizerSteps:
             self._digests[f"untracked {type(optimizer).__name__}"] = digest_of(
                 optimizer.state_dict()
             )
-        self._gradients_size += size_of(g for g in gradients if g is not None)
+        self._gradients_size += size_of(grad for grad in gradients if grad is not None)
 
 
 def _kind(tracked: Any) -> str:
@@ -249,8 +258,8 @@ def digest_of(state: Any) -> str:
 
 
 def _feed(digest: Any, state: Any) -> None:
-    """Update a blake2b digest by a tree of tensors and plain values; mappings in the order of their
-    keys."""
+    """Update a blake2b digest by a tree of tensors and plain values; entries of a mapping come in
+    the order of their keys' texts. Any other object counts by the name of its type."""
     if isinstance(state, torch.Tensor):
         flat = _local(state).contiguous()
         digest.update(f"{flat.dtype}{tuple(flat.shape)}".encode())
@@ -281,7 +290,7 @@ def size_of(tensors: Iterable[torch.Tensor]) -> float:
     The real and the imaginary part of a complex number count as two numbers."""
     parts = [_local(tensor).resolve_conj() for tensor in tensors]
     reals = [torch.view_as_real(part) if part.is_complex() else part for part in parts]
-    # Of fp8 and whole numbers torch has no norm.
-    has_norm = torch.float16, torch.bfloat16, torch.float32, torch.float64
-    numbers = [part if part.dtype in has_norm else part.double() for part in reals if part.numel()]
+    # torch has no norm for other types, as fp8 and whole numbers.
+    normed = torch.float16, torch.bfloat16, torch.float32, torch.float64
+    numbers = [part if part.dtype in normed else part.double() for part in reals if part.numel()]
     return float(sum(torch.linalg.vector_norm(part, 1, dtype=torch.float64) for part in numbers))

@@ -29,7 +29,7 @@ from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.training.checkpoint.restore import open_checkpoint
 from hpc_ddp.training.checkpoint.storage.resharding import Reader
 
-MOST = 5_000_000_000  # bytes of the tensors in each file of a folder
+MOST_BYTES = 5_000_000_000  # of the tensors in each file of a folder
 
 
 def export(
@@ -42,12 +42,12 @@ def export(
     run
         the run's folder
     out
-        the file to write, replaced in one step where it exists; or a new folder, for which the
-        memory of one of its files is enough
+        with the suffix ``.safetensors`` the file to write, replaced in one step where it exists;
+        else a new folder, for which the memory of one of its files is enough
     step
-        which checkpoint; None: the newest
+        the checkpoint's; None: the newest checkpoint
     best
-        take the checkpoint that `Run.best` has marked, in place of `step`
+        take the checkpoint that `Run.best` has marked; `step` is ignored
 
     Raises
     ------
@@ -62,7 +62,7 @@ def export(
     ValueError
         `best`, and the newest checkpoint's manifest is damaged
     """
-    folder = _choose(RunFolder(run.absolute()), step, best)
+    folder = _choose_checkpoint(RunFolder(run.absolute()), step, best)
     if problem := checkpoints.verify(folder):
         raise HpcDdpError(f"{folder}: {problem}", hint=f"hpc-ddp verify {shlex.quote(str(run))}")
     reader = open_checkpoint(folder).reader
@@ -107,20 +107,20 @@ def _sizes_of(reader: Reader, name: str, folder: Path) -> dict[str, int]:
 def _save_folder(
     sizes: Mapping[str, int], read: Callable[[list[str]], dict[str, torch.Tensor]], out: Path
 ) -> None:
-    """Write tensors as safetensors into a new folder: ``model.safetensors``, or several files and
-    an index (the layout is that of Hugging Face's transformers).
+    """Write tensors as safetensors into the new folder `out`: into ``model.safetensors``, or, above
+    `MOST_BYTES`, into several files with an index, as Hugging Face's transformers names them.
 
     `sizes` has each tensor's size in bytes by its name, `read` returns the tensors of some names.
-    Raise UsageError where `out` exists, or without safetensors, HpcDdpError if it can't be written;
-    nothing is left of a new folder then. Errors of `read` come through.
+    Raise UsageError where `out` exists, or without safetensors; HpcDdpError if `out` can't be
+    written. Errors of `read` come through. After an error nothing is left of a new folder.
     """
     if os.path.lexists(out):
         raise UsageError(f"{out} exists", hint="name a new folder, or a file: model.safetensors")
-    groups = list(_grouped(sizes))
+    groups = list(_groups_of(sizes))
     names = [f"model-{i + 1:05}-of-{len(groups):05}.safetensors" for i in range(len(groups))]
     index = {
         "metadata": {"total_size": sum(sizes.values())},
-        "weight_map": {key: n for n, keys in zip(names, groups, strict=True) for key in keys},
+        "weight_map": {key: file for file, keys in zip(names, groups, strict=True) for key in keys},
     }
     draft = _draft_of(out)
     try:
@@ -138,13 +138,13 @@ def _save_folder(
         shutil.rmtree(draft, ignore_errors=True)
 
 
-def _grouped(sizes: Mapping[str, int]) -> Iterator[list[str]]:
-    """Yield the names in `sizes` (bytes by name) in groups, in their order. A group has as many as
-    fit into `MOST` bytes, and at least one."""
+def _groups_of(sizes: Mapping[str, int]) -> Iterator[list[str]]:
+    """Yield the names in `sizes` (bytes by name) in groups, in their order. A group has as many
+    names as fit into `MOST_BYTES`, and at least one."""
     group: list[str] = []
     total = 0
     for name, size in sizes.items():
-        if group and total + size > MOST:
+        if group and total + size > MOST_BYTES:
             yield group
             group, total = [], 0
         group.append(name)
@@ -182,11 +182,12 @@ def _save_tensors(tensors: dict[str, torch.Tensor], out: Path) -> None:
         raise HpcDdpError(f"{out} can't be written: {error}") from error
 
 
-def _choose(run: RunFolder, step: int | None, best: bool) -> Path:
-    """Return the folder of the newest checkpoint, of the best one, or of a step.
+def _choose_checkpoint(run: RunFolder, step: int | None, best: bool) -> Path:
+    """Return the folder of the best checkpoint with `best`, else of that of `step`, else of the
+    newest one.
 
-    Raise UsageError if there is none, OSError if the run can't be read, ValueError if the manifest
-    that names the best one is damaged.
+    Raise UsageError if there is no such checkpoint, OSError if the run can't be read, ValueError if
+    the newest manifest, which names the best one, is damaged.
     """
     newest_first = checkpoints.published(run.checkpoints)
     if not newest_first:
@@ -203,7 +204,8 @@ def _choose(run: RunFolder, step: int | None, best: bool) -> Path:
 
 
 def main() -> int:
-    """Export by the command line; return 0, or an HpcDdpError's exit code after printing it.
+    """Export as the command line says, and print a line on the file; return 0. Print an HpcDdpError
+    on stderr, and return its exit code.
 
     Other errors of `export` come through; wrong arguments raise SystemExit with code 2.
     """

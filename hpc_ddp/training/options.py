@@ -7,11 +7,11 @@ from importlib.util import find_spec
 from typing import Any, Literal
 
 from hpc_ddp.core.errors import UsageError
-from hpc_ddp.training.checkpoint.schedule import LEAST
+from hpc_ddp.training.checkpoint.schedule import LEAST_KEPT
 from hpc_ddp.training.models.precision import DTYPES
 from hpc_ddp.training.process.environment import LaunchEnv
 
-OF_ENVIRONMENT = ("save_every", "hang_after", "profile", "backend")  # variables override these
+OVERRIDDEN = ("save_every", "hang_after", "profile", "backend")  # by variables, if they are set
 
 
 @dataclass(frozen=True)
@@ -103,14 +103,10 @@ class Options:
     devices_per_worker: int = 1
 
     def checked(self, env: LaunchEnv) -> Options:
-        """Return the options, checked, with those of the environment in place of the script's.
-
-        Raises
-        ------
-        UsageError
-            a value makes no sense, or the package tensorboard is needed and not installed
-        """
-        overrides: dict[str, Any] = {name: getattr(env, name) for name in OF_ENVIRONMENT}
+        """Return a copy with the options that `env` sets in place of the script's (`OVERRIDDEN`).
+        Raise UsageError if a value of the copy makes no sense, or the package tensorboard is needed
+        and not installed."""
+        overrides: dict[str, Any] = {name: getattr(env, name) for name in OVERRIDDEN}
         overrides = {name: option for name, option in overrides.items() if option is not None}
         options = replace(self, **overrides)
         options._check_words()
@@ -118,7 +114,8 @@ class Options:
         return options
 
     def _check_words(self) -> None:
-        """Raise UsageError for a wrong text option, or a missing package tensorboard."""
+        """Raise UsageError for an unknown `precision`, a text in `save_every` but "auto", or
+        `tensorboard` without the package."""
         if self.precision not in DTYPES:
             accepted = ", ".join(map(repr, DTYPES))
             raise UsageError(f"precision is {self.precision!r}; accepted: {accepted}")
@@ -135,23 +132,23 @@ class Options:
     def _check_numbers(self) -> None:
         """Raise UsageError for a number out of its range, a wrong `profile`, or fp16 with `tp` or
         `pp`."""
-        self._check("seed", -(2**63), kind=int)
+        self._check_number("seed", -(2**63), kind=int)
         if self.seed >= 2**64:
             raise UsageError(f"seed is {self.seed}; accepted: a whole number up to {2**64 - 1}")
-        self._check("keep_last", LEAST, kind=int)
+        self._check_number("keep_last", LEAST_KEPT, kind=int)
         for name in ("tp", "pp", "replicas", "devices_per_worker"):
-            self._check(name, 1, kind=int)
+            self._check_number(name, 1, kind=int)
         if self.precision == "fp16" and self.tp * self.pp > 1:
             raise UsageError(
                 "precision is 'fp16' with tp or pp; accepted with these: 'fp32', 'bf16'",
                 hint="bf16 needs no scaled gradients, on which all ranks would have to agree",
             )
         for name in ("save_every_steps", "keep_every"):
-            self._check(name, 1, or_none=True, kind=int)
+            self._check_number(name, 1, or_none=True, kind=int)
         for name in ("save_every", "hang_after"):
-            self._check(name, 0, or_none=True)
+            self._check_number(name, 0, or_none=True)
         for name in ("flops_per_sample", "peak_flops"):
-            self._check(name, 0, or_none=True)
+            self._check_number(name, 0, or_none=True)
             if getattr(self, name) == 0:
                 raise UsageError(f"{name} is {getattr(self, name)!r}; accepted: a number above 0")
         if self.profile is not None and not _is_window(self.profile):
@@ -161,24 +158,26 @@ class Options:
                 hint="profile=(10, 15), or HPC_DDP_PROFILE=10:15",
             )
 
-    def _check(
+    def _check_number(
         self, name: str, least: int, or_none: bool = False, kind: Any = (int, float)
     ) -> None:
-        """Raise UsageError unless the option `name` is a number of type `kind` from `least`, or
-        None where `or_none`. ``save_every`` may be "auto", too."""
-        value = getattr(self, name)
-        if (value is None and or_none) or (name == "save_every" and value == "auto"):
+        """Raise UsageError unless the option `name` is a number of type `kind`, `least` or greater,
+        or is None and `or_none` is true. NaN and bools are refused; ``save_every`` may be "auto".
+        """
+        option = getattr(self, name)
+        if (option is None and or_none) or (name == "save_every" and option == "auto"):
             return
-        if isinstance(value, bool) or not isinstance(value, kind) or not value >= least:
+        # `not >=`, since each comparison with NaN is false.
+        if isinstance(option, bool) or not isinstance(option, kind) or not option >= least:
             accepted = f"a {'whole ' if kind is int else ''}number from {least}"
             raise UsageError(
-                f"{name} is {value!r}; accepted: {accepted}{', or None' if or_none else ''}"
+                f"{name} is {option!r}; accepted: {accepted}{', or None' if or_none else ''}"
             )
 
 
-def _is_window(value: Any) -> bool:
-    """Return whether a value is a pair of steps: the first from 2 on, the second not before the
+def _is_window(option: Any) -> bool:
+    """Return whether an option is a pair of steps: the first from 2 on, the second not before the
     first."""
-    if not isinstance(value, (tuple, list)) or len(value) != 2:
+    if not isinstance(option, (tuple, list)) or len(option) != 2:
         return False
-    return all(isinstance(step, int) for step in value) and 2 <= value[0] <= value[1]
+    return all(isinstance(step, int) for step in option) and 2 <= option[0] <= option[1]

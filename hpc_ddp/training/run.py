@@ -35,9 +35,9 @@ class Run(ModelSetup):
     """One worker's view of a run; `start` makes it. A context manager that finishes the run."""
 
     def __init__(self, options: Options) -> None:
-        """Do as `start` says, and have an exit without `finish` journalled."""
+        """Make the run as `start` does, with its errors, and have an early exit reported."""
         super().__init__(options)
-        self._decision = Decision()  # which the end of a batch, a step or an epoch carries out
+        self._decision = Decision()  # all that was decided since the last `_act_on_decision`
         atexit.register(self._note_early_exit)
 
     def loader(
@@ -52,7 +52,7 @@ class Run(ModelSetup):
     ) -> Loader:
         """Return the loader of the training data, one per run, for `epochs` or `steps`.
 
-        A batch counts when its `step` is done, so a look at one (``next(iter(loader))``) costs
+        A batch counts once its `step` is done, so a look at one (``next(iter(loader))``) costs
         nothing. Every rank and loader worker reads all of an iterable data set, which must not
         split itself by rank. A resume reads it from the start, unless ``skip(n)`` returns the rest.
 
@@ -79,10 +79,10 @@ class Run(ModelSetup):
             a second loader, or one after `track`; too few samples for a step; or a refused option
         """
         self._calls.check_loader(self._loader is not None, self._has_tracked)
-        place = self._dims.dp_rank, self._dims.dp, drop_last, options.pop("even", False)
+        rank, count, even = self._dims.dp_rank, self._dims.dp, options.pop("even", False)
         self._loader = self._epoch = Loader(
             dataset,
-            make_plan(batch_size, global_batch_size, accumulate, *place),
+            make_plan(batch_size, global_batch_size, accumulate, rank, count, drop_last, even),
             seed=self.seed,
             position=self.position,
             device=self.device,
@@ -101,10 +101,10 @@ class Run(ModelSetup):
     ) -> None:
         """Name what a checkpoint holds, and load it from the newest one if there is any.
 
-        Each object has ``state_dict`` and ``load_state_dict``, which speak in tensors and plain
-        values. A wrapped model is stored without its wrapper. Weights must be the same on all
-        ranks, which some saves check (the first, then ever fewer); of other objects rank 0's state
-        is saved. Data parallel ranks have random numbers of their own from here on. All call it.
+        Each object has ``state_dict`` and ``load_state_dict``, of tensors and plain values. A
+        wrapped model is stored without its wrapper. Weights must be the same on all ranks, which
+        some saves check (the first, then ever fewer); of other objects rank 0's state is saved.
+        Data parallel ranks have random numbers of their own from here on. All ranks call it.
 
         Parameters
         ----------
@@ -122,6 +122,8 @@ class Run(ModelSetup):
         UsageError
             called twice; another seed or training set than rank 0's or the checkpoint's; a wrong
             object or name; ranks' objects differ; an optimizer's model is not tracked or wrapped
+        RuntimeError
+            a peer is gone
         """
         check_tracked(objects, per_rank, added)
         outlive_notices(objects.values())  # now the loaders' libraries are imported
@@ -150,7 +152,7 @@ class Run(ModelSetup):
         last step comes after it. Raises as `step`; UsageError also before `track`, or if `total` is
         no int; OSError where `tensorboard` can't be written.
         """
-        self._act()  # as the last loop decided: it was left by break
+        self._act_on_decision()  # of the last loop, if it was left by break
         loop = self._calls.in_loop("epochs", total, self._has_tracked, self.position)
         with loop as (is_over, site):
             if not is_over and self._loader is not None and self._loader.is_epoch_done:
@@ -165,12 +167,12 @@ class Run(ModelSetup):
                 yield self.position.epoch
                 self._go_on(site)
                 self.position.begin_epoch()
-                if self._epoch.clear():  # without a batch
+                if self._epoch.clear():  # no batch of it was taken
                     self._manager.generators.restore_step_states()
                 beat()
                 self._consensus.end_pause()
                 self._add_decision(self._consensus.decide_now())
-                self._act()
+                self._act_on_decision()
 
     def steps(self, total: int) -> Iterator[int]:
         """Yield the numbers of the steps left of `total`, in place of `epochs`; all ranks iterate.
@@ -180,17 +182,16 @@ class Run(ModelSetup):
         nothing else. A run's loader begins its next epoch by itself. Raises as `epochs`, and
         UsageError for a body without a `step`.
         """
-        self._act()
+        self._act_on_decision()
         loop = self._calls.in_loop("steps", total, self._has_tracked, self.position)
         with loop as (is_over, site):
             self._begin_loop(is_over)
             while not is_over and self.position.step < total:
-                self._no_loader.is_trained = False
-                first = self.position.step
-                yield first
+                self._no_loader.is_trained = False  # by which `step` refuses a second call
+                yield (steps_before := self.position.step)
                 self._go_on(site)
-                self._calls.check_body(self.position.step > first or not self.ends_step)
-                self._act()
+                self._calls.check_body(self.position.step > steps_before or not self.ends_step)
+                self._act_on_decision()
 
     def backward(self, loss: torch.Tensor) -> None:
         """Run backward of this rank's mean loss over its micro-batch, a scalar.
@@ -210,7 +211,7 @@ class Run(ModelSetup):
         clip_norm: float | None = None,
         scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
     ) -> torch.Tensor | None:
-        """Clip the gradients, step, and set them to None; nothing in the midst of accumulating.
+        """Clip the gradients, step, and set them to None; do nothing unless `ends_step`.
 
         A script may make these calls (``optimizer.step()`` above all) itself, but for fp16, where
         `update` also undoes the scaling, and skips the step and the scheduler's if a gradient has
@@ -219,7 +220,8 @@ class Run(ModelSetup):
         Parameters
         ----------
         clip_norm
-            scales the gradients down to this norm over all of the optimizer's parameters
+            scales the gradients down to this norm over all of the optimizer's parameters;
+            UsageError if it is not above 0
         scheduler
             stepped once per optimizer step
 
@@ -227,11 +229,6 @@ class Run(ModelSetup):
         -------
         torch.Tensor or None
             the gradients' norm before clipping, a scalar; None without `clip_norm` or `ends_step`
-
-        Raises
-        ------
-        UsageError
-            `clip_norm` is not above 0
         """
         if clip_norm is not None and not number("run.update", "clip_norm", clip_norm) > 0:
             raise UsageError(  # a negative one would turn the gradients around
@@ -239,7 +236,7 @@ class Run(ModelSetup):
             )
         if not self.ends_step:
             return None
-        self._gradients.has_updated = True  # or fp16's scaler skips it
+        self._gradients.has_updated = True  # also where fp16's scaler skips the step
         return self._precision.update(optimizer, clip_norm, scheduler)
 
     def step(self, **values: Any) -> None:
@@ -282,12 +279,12 @@ class Run(ModelSetup):
         self.position.epoch_steps += 1
         self._watchdog.step_done()
         self._measure({name: gathered(value) for name, value in values.items()})
-        waits = self._calls.loop == "epochs" and self._epoch.has_left(1)  # in the next to last one
+        waits = self._calls.loop == "epochs" and self._epoch.has_left(1)  # before the last step
         self._add_decision(self._consensus.step_done(self.position.step, wait_for_all=waits))
         self._watch_weights(self._consensus.exchanges)
         self._timer.start_step()
         if self._acts_in_step:
-            self._act()
+            self._act_on_decision()
 
     def best(self, value: float, *, higher: bool = True) -> bool:
         """Note `value`; return whether it is the best so far: the greatest, with ``higher=False``
@@ -312,9 +309,9 @@ class Run(ModelSetup):
     def finish(self, **results: float | torch.Tensor) -> None:
         """Save the last state, journal that the run is done, and leave the process group.
 
-        It has what lines behind the loop have changed, unless the loop's last checkpoint is the
-        best one, or `load_best` saved it. A second call does nothing, nor does one on the way out
-        of an exception (``finally``). All ranks call it.
+        The last checkpoint has what lines behind the loop have changed, unless the loop's last one
+        is the best one, or `load_best` saved it. A second call does nothing, nor does a call on the
+        way out of an exception (``finally``). All ranks call it.
 
         Parameters
         ----------
@@ -333,9 +330,9 @@ class Run(ModelSetup):
         """
         if not self._calls.is_failing():
             scalars = {name: number("run.finish", name, result) for name, result in results.items()}
-            numbers = {n: v if math.isfinite(v) else None for n, v in scalars.items()}  # for JSON
+            finite = {n: v if math.isfinite(v) else None for n, v in scalars.items()}  # for JSON
             within = self._env.is_within or None
-            self._end(Finished(self.position.step, numbers or None, within=within))
+            self._end(Finished(self.position.step, finite or None, within=within))
             atexit.unregister(self._note_early_exit)  # it would keep the model in memory
 
     def __enter__(self) -> Run:
@@ -349,13 +346,14 @@ class Run(ModelSetup):
     # -- inside ----------------------------------------------------------------------------
 
     def _note_early_exit(self) -> None:
-        """At an exit without an exception, journal and print that no `finish` has ended a loop."""
-        if self._calls.has_looped and not (self._over or self._hook.is_forked):
+        """At the process's exit, if a loop has begun and no `finish` or stop has ended the run:
+        journal that, and print it on rank 0. Do nothing in a fork."""
+        if self._calls.has_looped and not (self._is_over or self._hook.is_forked):
             self._hook.note_early_exit()
             self._say(f"{EARLY_EXIT}: what came after the last checkpoint is lost")
 
     def _measure(self, values: dict[str, Any]) -> None:
-        """Check a step's values, on rank 0 journal them, and count the step for the profiler."""
+        """Check a step's values (UsageError), journal them on rank 0, and count the traced step."""
         self._check_values(values)
         if self.rank == 0:
             total = self._calls.total_steps(self._loader)
@@ -363,30 +361,32 @@ class Run(ModelSetup):
         self._profiler.step_done()
 
     def _end_batch(self) -> None:
-        """Save or stop as the last step decided; called when the loop asks for another batch.
-        Nothing in `steps`, after a batch without a step, and at the end of an epoch."""
-        # The end of the epoch comes first: a start that finds an epoch without a batch would trip
+        """Save or stop as the last step decided. The loader calls it when the loop asks for another
+        batch. Do nothing in `steps`, after a batch without a step, and at the end of an epoch."""
+        # At the end of an epoch `epochs` does it: a resume in an epoch without a batch would trip
         # over what a loop leaves behind, such as the last loss. Most stops come a step earlier.
         batch = self._batch
         if self._calls.loop == "epochs" and batch.is_trained and not batch.micro_batch.ends_epoch:
-            self._act()
+            self._act_on_decision()
 
     @property
     def _acts_in_step(self) -> bool:
-        """Whether `step` itself saves and stops: nothing shows when the code behind it has run. Not
-        after a tracked loader's last batch, for the reason in `_end_batch`, but for a best one."""
+        """Whether `step` itself saves and stops: in `epochs` without the run's loader nothing shows
+        when the code behind `step` has run. After a tracked loader's last batch it does so only for
+        a value that `best` has judged; else `epochs` does, for the reason in `_end_batch`."""
         has_own = self._loader is None and self._calls.loop == "epochs"
         return has_own and (self._calls.judged_at is not None or not self._epoch.has_left(0))
 
-    def _go_on(self, site: LoopSite) -> None:  # a loop that was taken for left is saved as not
+    def _go_on(self, site: LoopSite) -> None:
+        """Note that the loop at `site` goes on. If it was taken for left, have this saved soon."""
         if self._calls.go_on(site, self.position):
             self._add_decision(Decision(save=True))
 
     def _add_decision(self, decision: Decision) -> None:
         self._decision = self._decision.joined(decision)
 
-    def _act(self) -> None:
-        """Stop, or save, as all ranks have decided since the last call; raises as `step`."""
+    def _act_on_decision(self) -> None:
+        """Stop, or else save, as all ranks have decided since the last call. Raises as `step`."""
         decision, self._decision = self._decision, Decision()
         if decision.reason != NONE:
             self._stop(decision.reason)
@@ -394,7 +394,7 @@ class Run(ModelSetup):
             self._calls.check_judged(self.position.step)
             self._consensus.end_pause()
             self._manager.save()
-            self._schedule.saved()
+            self._schedule.note_save()
             self._consensus.restart_step()
             self._timer.start_step()
             beat()

@@ -45,22 +45,23 @@ class Worker(Member):
     """
 
     def __init__(self, options: Options) -> None:
-        """Join the peers and make all parts of the run; `options` are the script's, not yet
-        checked. Raises as `start`."""
+        """Install the handlers of exceptions and signals, join the peers, and make all parts of the
+        run; `options` are the script's, not yet checked. Raises as `start`."""
         super().__init__(options)
         options = self._options
         self._join(options)
         self._prepare(options)
-        self._over = False  # `_end` has been called
-        # Numbers of exchanges: at the first the weights are looked at next, at the second the
-        # answer of the look under way is read.
-        self._look_at = 0
-        self._look_answers_at: int | None = None
+        self._is_over = False  # `_end` has been called
+        # Numbers of exchanges: of the next look at the weights, and of the reading of the result of
+        # the look under way.
+        self._next_look = 0
+        self._result_due: int | None = None
 
     def _join(self, options: Options) -> None:
-        """Take the worker's run for this process, choose the devices, join the process group, and
-        open the run's folder; every rank must call it. Raises as `start`."""
-        take_run(self._env)  # a second group of the process may hang
+        """Note that this process trains in the worker's run, have torch be deterministic if
+        `options` say so, choose the devices, join the process group, and open the run's folder. It
+        is a collective. Raise UsageError, HpcDdpError and RuntimeError as `start`."""
+        take_run(self._env)  # first: it refuses a second group of this process, which may hang
         info = self._info
         self.seed = options.seed
         if options.deterministic:
@@ -72,8 +73,9 @@ class Worker(Member):
         self._open_run(process_group.join(info, self.devices, options.hang_after, options.backend))
 
     def _prepare(self, options: Options) -> None:
-        """Make the parts of the run that save, stop, measure and watch, and seed the generators;
-        every rank must call it. Raises as `start`."""
+        """Seed the random generators, and make the parts of the run that save, stop, measure and
+        watch. It is a collective. Raise UsageError for a precision that the run can't have,
+        RuntimeError if a peer is gone."""
         rng.seed_all(options.seed, self.devices)
         self._prepare_saves(options)
         nodes = self._prepare_decisions(self._checkpoints, self.device)
@@ -81,7 +83,8 @@ class Worker(Member):
         self._prepare_telemetry(options, nodes)
 
     def _prepare_saves(self, options: Options) -> None:
-        """Make the parts that save; every rank must call it: a process group is made."""
+        """Make the parts that save, `_checkpoints` and `_manager`, with a process group for the
+        thread that saves. It is a collective: raise RuntimeError if a peer is gone."""
         self._checkpoints = Checkpoints(
             self.folder,
             self._journal.attempt,
@@ -99,10 +102,13 @@ class Worker(Member):
             self._dims,
             options.stop_on_nan,
         )
+        # Ranks of one node read the same files from its cache.
         self._manager.shares_reads = self._info.local_world_size < self._info.world_size
 
     def _prepare_telemetry(self, options: Options, nodes: Sequence[str]) -> None:
-        """Make the parts that measure; `nodes` are the names of the ranks' nodes, on rank 0."""
+        """Make the parts that measure: metrics, profiler, on rank 0 TensorBoard and progress lines.
+        `nodes` are the names of the ranks' nodes, on rank 0. Rank 0 prints a message if
+        `flops_per_sample` is set and the GPU's peak is not known."""
         is_first, path = self.rank == 0, self.folder.path
         self._board = self._progress = None
         if options.tensorboard and is_first:
@@ -118,38 +124,34 @@ class Worker(Member):
         self._profiler = Profiler(options.profile, path / "profile" / trace, announces=is_first)
 
     def _refuse_non_finite(self) -> None:
-        """Read the result of the last `Precision.look`, once, and wait for the device for it. Raise
+        """Wait for the result of the last `Precision.look`, unless it has been read. Raise
         HpcDdpError if there is NaN or infinity in the weights, or fp16's scaler does nothing but
-        skip steps; OSError if then the checkpoints can't be listed."""
+        skip steps; OSError if then the checkpoints can't be listed for the message."""
         if fault := self._precision.non_finite_fault():
             raise non_finite_error(self.folder, self.position.step, fault)
 
     def _stop(self, reason: int) -> NoReturn:
-        """Save, journal the stop, and raise SystemExit with 0, at which the process ends without a
-        teardown; `reason` is a key of `REASONS`. Raises as `_end`."""
+        """End the run with the event of a stop (`_end`), and raise SystemExit with 0; the process's
+        exit then skips torch's teardown. `reason` is a key of `REASONS`. Raises as `_end`."""
         source = self._notices.source
         self._end(Stopped(self.position.step, REASONS[reason], source or None))
-        process_group.leave_quickly()
+        process_group.skip_teardown_at_exit()
         raise SystemExit(0)
 
     def _end(self, event: JournalEvent) -> None:
-        """Save, journal `event`, end the other parts of the run, and leave the process group. A
-        second call does nothing. Every rank must call it.
+        """Save, journal `event`, end the other parts of the run, and leave the process group; rank
+        0 prints the goodput. Every rank must call it. A second call does nothing.
 
-        Unless the event is a stop, wait until old checkpoints are removed and all ranks have come
-        here; where one is gone and a notice has come, the event is left out. Rank 0 prints the
-        goodput. Raise HpcDdpError if a weight is not finite or the save fails, SupersededError if a
-        later attempt has begun, RuntimeError if a peer is gone; on rank 0 also as `_end_journal`.
-        Raise UsageError behind an error of `track`: nothing is to take the checkpoints' place.
+        Unless the event is a stop, wait until old checkpoints are removed and all ranks have called
+        this; if a rank is gone, and this rank has a notice, `event` is not journalled.
+
+        Raise HpcDdpError if a weight is not finite or the save fails, SupersededError if a later
+        attempt has begun, RuntimeError if a peer is gone; on rank 0 also as `_end_journal`. Raise
+        UsageError, before all else, as `_refuse_unloaded`.
         """
-        if self._over:
+        if self._is_over:
             return
-        if self._manager.objects and not self._has_tracked:
-            raise UsageError(
-                "the run ends although run.track has raised an error, and what the run has is not"
-                " loaded",
-                hint="let the error of run.track end the script",
-            )
+        self._refuse_unloaded()
         is_stop = isinstance(event, Stopped)
         self._precision.look()
         self._refuse_non_finite()
@@ -158,11 +160,11 @@ class Worker(Member):
             self._checkpoints.tidy()
         self._watchdog.end()
         # A rank that is still at work may be ended by a notice, and the next attempt repeats it.
-        all_here = is_stop or process_group.meet(self._control)
-        self._end_journal(event if all_here or self._notices.reason == NONE else None)
+        have_met = is_stop or process_group.meet(self._control)
+        self._end_journal(event if have_met or self._notices.reason == NONE else None)
         for end in [sink.end for sink in (self._board, self._progress, self._profiler) if sink]:
             end()
-        self._over = True
+        self._is_over = True
         mark_trained(self._env)
         self._notices.end(then_exit=is_stop)
         process_group.leave(self._control, self.device, then_exit=is_stop)
@@ -171,11 +173,22 @@ class Worker(Member):
                 self._say_stop()
             self._say_goodput()
 
-    def sum(self, *values: float | torch.Tensor) -> list[float]:
-        """Return the sums of numbers over all ranks, in double precision. All ranks call it.
+    def _refuse_unloaded(self) -> None:
+        """Raise UsageError where `track` has raised an error: a save would put the objects as they
+        are, with nothing loaded, in the place of the run's checkpoints."""
+        if self._manager.objects and not self._has_tracked:
+            raise UsageError(
+                "the run ends although run.track has raised an error, and what the run has is not"
+                " loaded",
+                hint="let the error of run.track end the script",
+            )
 
-        Ranks that take the same samples count once; with pipelines one of the last stage counts. A
-        tensor has one number: for other values `float` raises RuntimeError, ValueError or
+    def sum(self, *values: float | torch.Tensor) -> list[float]:
+        """Return the sum of each of the `values` over all ranks, in double precision. All ranks
+        call it, with as many values.
+
+        Ranks that take the same samples count once; with pipelines one rank of the last stage
+        counts. A tensor has one number: for other values `float` raises RuntimeError, ValueError or
         TypeError, and the other ranks wait in vain. Raise RuntimeError if a peer is gone.
         """
         counts = self._dims.counts
@@ -219,15 +232,16 @@ class Worker(Member):
     @contextmanager
     def rank_0_first(self) -> Iterator[None]:
         """Run the block on rank 0, then on the others: for a download, or a cache on a shared disk.
-        All ranks enter. After an error on rank 0 the launcher ends the others, too."""
-        with process_group.first_alone(self._control, beat):
+        All ranks enter. After an error on rank 0 the launcher ends the others, too. Raise
+        RuntimeError if a peer is gone."""
+        with process_group.run_first_alone(self._control, beat):
             yield
         beat()
 
     @contextmanager
     def untimed(self) -> Iterator[None]:
         """Count the time of the block as a pause, and not as time of a step: for an upload, or a
-        plot. No rank waits for another one."""
+        plot. No rank waits for another one. A block longer than `hang_after` counts as a hang."""
         yield
         beat()
         self._timer.start_step()
@@ -257,14 +271,14 @@ class Worker(Member):
         return self._board.writer if self._board else None
 
     def _watch_weights(self, exchanges: int) -> None:
-        """Begin a look at the weights with every `LOOK_EVERY`-th exchange, and read its result at
-        the exchange after it. Every rank calls it at each step.
+        """Begin a look at the weights with every `LOOK_EVERY`-th exchange of the ranks, and read
+        its result at the exchange after it. Every rank calls it at each step.
 
         `exchanges` is the number of exchanges so far. Raises as `_refuse_non_finite`.
         """
-        if self._look_answers_at is not None and exchanges >= self._look_answers_at:
-            self._look_answers_at = None
+        if self._result_due is not None and exchanges >= self._result_due:
+            self._result_due = None
             self._refuse_non_finite()
-        if exchanges >= self._look_at:
-            self._look_at, self._look_answers_at = exchanges + LOOK_EVERY, exchanges + 1
+        if exchanges >= self._next_look:
+            self._next_look, self._result_due = exchanges + LOOK_EVERY, exchanges + 1
             self._precision.look()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -12,18 +12,19 @@ import torch
 from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.errors import HpcDdpError, UsageError
 from hpc_ddp.training import devices
-from hpc_ddp.training.checkpoint import put_back, state
+from hpc_ddp.training.checkpoint import optimizer_state, put_back, state
 from hpc_ddp.training.checkpoint.rank_comparison import (
+    Inventory,
     find_misfit,
     inventory_of,
     start_checksums,
     with_checksums,
 )
-from hpc_ddp.training.checkpoint.rank_part import Content
+from hpc_ddp.training.checkpoint.rank_part import Content, parts_of_rank
 from hpc_ddp.training.checkpoint.restore import Loaded, Restored
 from hpc_ddp.training.checkpoint.save import Checkpoints
 from hpc_ddp.training.checkpoint.schedule import Best, BestValues
-from hpc_ddp.training.checkpoint.state import State, merge_trees, my_parts, unwrap
+from hpc_ddp.training.checkpoint.state import State, merge_trees, unwrap
 from hpc_ddp.training.checkpoint.storage.resharding import Sharing
 from hpc_ddp.training.checkpoint.storage.shards import StagingBuffer
 from hpc_ddp.training.data.order import Position, derive
@@ -38,12 +39,13 @@ RETRY_S = 1.0  # between two tries of `save_surely`
 
 
 class CheckpointManager:
-    """Saves and restores one rank's part of the run. `position` is shared with the Run.
+    """Saves and restores one rank's part of the run, by `checkpoints`. `position` is shared with
+    the Run: `track` changes it.
 
-    `devices` are this rank's, `seed` the run's. With `only_finite` a save with NaN or infinity in
-    trained weights ends the run with an error. All ranks must call its public methods at the same
-    step, apart from `note_flags` and `put_back`. `track`, `judge` and `load_best` raise
-    RuntimeError if a peer is gone.
+    `devices` are this rank's, `seed` the run's; `dims` has this rank's place among all ranks. With
+    `only_finite` a save with NaN or infinity in trained weights ends the run with an error. All
+    ranks must call its public methods at the same step, apart from `note_flags` and `put_back`.
+    `track`, `judge` and `load_best` raise RuntimeError if a peer is gone.
     """
 
     def __init__(
@@ -62,9 +64,9 @@ class CheckpointManager:
         self._best_values = BestValues()
         self.resumed = False  # by `track`
         self.has_tracked = False  # `track` has ended without an error
-        # Whether one rank reads for all what they have alike: on one node they share its cache.
+        # Whether one rank reads tensors for all ranks that need the same ones, and sends them.
         self.shares_reads = False
-        self.objects: dict[str, Any] = {}  # these three as `track` was given them
+        self.objects: dict[str, Any] = {}  # and the next two: the arguments of `track`
         self._data: dict[str, Any] = {}
         self._per_rank: tuple[str, ...] = ()
         self.generators = Generators(devices)
@@ -72,7 +74,7 @@ class CheckpointManager:
         self._buffer = StagingBuffer(devices[0])
         self._loaded: Loaded | None = None
         self._has_noted = False  # the flags of models
-        self._written: tuple[Position, Best] | None = None  # `_identity` of the newest save
+        self._written: tuple[Position, Best] | None = None  # `_identity` of the newest good save
         self._has_loaded_best = False
 
     def track(
@@ -83,13 +85,14 @@ class CheckpointManager:
         added: Sequence[str] = (),
     ) -> None:
         """Note the script's objects, and load the newest checkpoint, if there is one, into them,
-        the position and `best`. The global random generators are seeded for this rank's stream, in
-        each attempt alike; a loop puts back their states from the checkpoint (`generators`).
+        the position and `best`. Seed the global random generators for this rank's stream, in each
+        attempt alike; a loop puts back their states from the checkpoint (`generators`).
 
         `data` has the plain values that decide the order of the training's samples, by name.
         `per_rank` names the objects of which each rank has its own: they stay as they are where
         another number of ranks wrote the checkpoint. Objects and parts of models that `added` names
         stay as they are where the checkpoint has none. After an error some objects may be loaded.
+        Rank 0 prints a line for each setting that the checkpoint overrides.
 
         Raises
         ------
@@ -109,12 +112,16 @@ class CheckpointManager:
         self.trained.add(map(unwrap, objects.values()))
         self._refuse_misfits(state.collect(objects, per_rank))  # what can't be saved is refused now
         self.objects, self._data, self._per_rank = dict(objects), dict(data), tuple(per_rank)
-        # Models and splits are made by now: they were to be equal on all ranks, the rest is not.
+        # By now models and splits are made, with random numbers that are equal on all ranks.
         rng.seed_all(derive(self._seed, self._dims.stream, 0, 0), self._devices)
         checkpoint = self._checkpoints.restore()
-        if checkpoint is None:
-            self.has_tracked = True
-            return
+        if checkpoint is not None:
+            self._take_up(checkpoint, added)
+        self.has_tracked = True
+
+    def _take_up(self, checkpoint: Restored, added: Sequence[str]) -> None:
+        """Load a checkpoint into the tracked objects, the position, `best` and `generators`; print
+        and raise as `track`."""
         for name, current in self._facts().items():
             if (stored := checkpoint.index.shared.get(name)) != current:
                 raise UsageError(
@@ -124,10 +131,10 @@ class CheckpointManager:
                 )
         tree = self._tree_of(checkpoint)
         anew = {*(self._per_rank if checkpoint.is_resized else ()), *added}
-        objects = {n: tracked for n, tracked in objects.items() if n in tree or n not in anew}
+        objects = {n: tracked for n, tracked in self.objects.items() if n in tree or n not in anew}
         # Before the objects: an optimizer in the backward may do a step.
         self.buckets.load(checkpoint.index.shared.get("buckets", ()))
-        notes = put_back.find_ignored_settings(objects, tree, self.trained)
+        notes = optimizer_state.find_ignored_settings(objects, tree, self.trained)
         self._put_back(objects, tree, checkpoint, added)
         self._loaded = Loaded(objects, tree, checkpoint, self.trained, added)
         if self._dims.rank == 0:
@@ -136,16 +143,14 @@ class CheckpointManager:
         vars(self._position).update(checkpoint.index.shared["position"])
         self._best_values = BestValues(Best(**checkpoint.index.shared["best"]))
         self._written, self.resumed = self._identity(), True
-        # All ranks of a stream take up the same one, whichever of them wrote it.
+        # All ranks of a stream have the same generators: those of its first rank serve for all.
         first = checkpoint.index.first_of_stream(self._dims.stream)
         if first is not None:
             self.generators.load(checkpoint.values_of(first))
-        self.has_tracked = True
 
     def note_flags(self) -> None:
-        """At the first call note, for each tracked model, which parameters need gradients and which
-        parts are in training mode: later differences count as the loop's changes. Later calls do
-        nothing."""
+        """Note, for each tracked model, which parameters need gradients and which parts are in
+        training mode: later differences count as the loop's changes. A second call does nothing."""
         if self._has_noted:
             return
         self._has_noted = True
@@ -156,18 +161,17 @@ class CheckpointManager:
     def put_back(self, accepts_settings: bool) -> list[str]:
         """Load models and optimizers anew where they differ from the checkpoint that `track` has
         loaded, and set models' flags as in it; do nothing without one, or after the first save.
-        With `accepts_settings` a change of optimizers' settings alone is left. Return a line of
-        text for each object that differed. No collective: each rank reads by itself. Raises as
-        `put_back.put_back`."""
+        With `accepts_settings` a change of optimizers' settings alone is left. Return the lines of
+        `Loaded.put_back`. Raises as `put_back.put_back`. No collective: each rank reads alone."""
         return self._loaded.put_back(self._dims.pp > 1, accepts_settings) if self._loaded else []
 
     def _tree_of(self, checkpoint: Restored) -> dict[str, Any]:
         """Return the objects' state dicts from a checkpoint, by name: those that all ranks share,
         joined with those that this rank had of its own.
 
-        Where another number of ranks wrote it, objects of which each rank had its own are left out,
-        and rank 0 prints a warning. Raise HpcDdpError if a model or an optimizer is among them,
-        DiskError if this rank's values can't be read.
+        Where another number of ranks wrote the checkpoint, objects of which each rank had its own
+        are left out, and rank 0 prints a warning. Raise HpcDdpError if a model or an optimizer is
+        among these, DiskError if this rank's values can't be read.
         """
         index = checkpoint.index
         tree: dict[str, Any] = index.shared["tree"]
@@ -189,17 +193,12 @@ class CheckpointManager:
         return tree
 
     def _refuse_misfits(self, current: State) -> None:
-        """Compare the tracked objects of all ranks before the training; it is a collective.
-
-        Raises
-        ------
-        UsageError
-            only some ranks have an object
-        HpcDdpError
-            a DTensor is not sharded alike on all ranks, or has a pending reduction
-        """
+        """Compare the names of all ranks' tracked objects, and how DTensors are sharded, before the
+        training; it is a collective. Raise UsageError if only some ranks have an object,
+        HpcDdpError if a DTensor is not sharded alike on all ranks, or has a pending reduction,
+        RuntimeError if a peer is gone."""
         sharded = {name: tensor for name, tensor in current.shared.items() if is_sharded(tensor)}
-        parts = my_parts(State(tensors=sharded), self._dims)
+        parts = parts_of_rank(State(tensors=sharded), self._dims)
         inventory = inventory_of(self._dims.pp_rank, sharded, parts, current.tree)
         if misfit := find_misfit(self._checkpoints.control, inventory):
             raise misfit
@@ -208,10 +207,10 @@ class CheckpointManager:
         """Wait for the previous save, then begin to copy the state, and to write it in a thread.
 
         Where the previous save has the same position and best value, it only waits. A best value
-        without a checkpoint gets this one, if its weights are those (`BestValues.name`). Rank 0's
-        thread prints on stderr that a save has failed; the next call then saves again. Tensors that
-        must be the same on all ranks are compared at saves 1, 2, 4, 8, … of this attempt, and with
-        `is_last`, since there may be no other save.
+        without a checkpoint gets this one (`BestValues.begin_save`); rank 0 prints a warning if a
+        best value is lost. Rank 0's thread prints on stderr that a save has failed; the next call
+        then saves again. Tensors that must be the same on all ranks are compared at saves 1, 2, 4,
+        8, … of this attempt, and with `is_last`, since there may be no other save.
 
         Raises
         ------
@@ -224,28 +223,23 @@ class CheckpointManager:
         if self._written == self._identity():
             return
         self._loaded, self._has_loaded_best, began = None, False, time.monotonic()
-        lost = self._best_values.name(self._position.step)
+        lost = self._best_values.begin_save(self._position.step)
         if lost is not None and self._dims.rank == 0:
             say(f"WARNING: the best value, {lost:g}, has no checkpoint: its save has failed")
-        # Ranks may part later, too; at ever fewer saves this costs little in all.
-        compares = is_last or (self._checkpoints.saves + 1).bit_count() == 1
-        content = self._copy(compares and self._dims.stage_size > 1)
+        # Ranks may come to differ later, too; at ever fewer saves this costs little in all.
+        compares = is_last or (self._checkpoints.saves + 1).bit_count() == 1  # a power of two
+        content = self._copy_state(compares and self._dims.stage_size > 1)
         self._written = self._identity()
         self._checkpoints.begin(replace(content, stall_s=time.monotonic() - began))
 
-    def _copy(self, compares: bool) -> Content:
-        """Begin to copy the state into the buffer, and return the content of a save. With
+    def _copy_state(self, compares: bool) -> Content:
+        """Begin to copy the objects' state into the buffer, and return the content of a save. With
         `compares` also begin the checksums of all that must be the same on several ranks. It waits
         for the devices that have frozen weights. Raise HpcDdpError for a state that can't be
         saved."""
         current = state.collect(self.objects, self._per_rank, self.trained, self._devices)
-        copies = local_copies(current.shared) if compares else {}
-        copied = {place: part for place, (part, _) in copies.items()}
-        weights = {place: weight for place, (_, weight) in copies.items()}
-        wait_for_checksums = start_checksums({**current.equal, **copied} if compares else {})
-        trees = {name: current.tree[name] for name in current.rank_0_objects} if compares else {}
-        waits = {name: start_checksums(current.rank_0_objects[name]) for name in trees}
-        parts = my_parts(current, self._dims)
+        add_checksums = _start_inventory_checksums(current) if compares else None
+        parts = parts_of_rank(current, self._dims)
         inventory = inventory_of(self._dims.pp_rank, current.shared, parts, current.tree)
         frozen = self._checkpoints.frozen.take_out(parts, current.seldom_changed)
         self._buffer.fill(parts)
@@ -268,12 +262,7 @@ class CheckpointManager:
             buffer=self._buffer,
             frozen=frozen,
             trained=current.trained if self._only_finite else set(),
-            inventory=lambda: with_checksums(
-                inventory,
-                wait_for_checksums(),
-                weights,
-                {name: (trees[name], waits[name]()) for name in trees},
-            ),
+            inventory=lambda: add_checksums(inventory) if add_checksums else inventory,
         )
 
     def _rank_values(self, current: State) -> dict[str, Any]:
@@ -285,7 +274,7 @@ class CheckpointManager:
             **({"objects": current.private_tree} if current.private_tree else {}),
         }
         if self._dims.pp_rank and self._dims.stage_rank == 0:
-            values["tree"] = current.tree  # rank 0 knows of its own stage only
+            values["tree"] = current.tree  # rank 0 writes the tree of its own stage only
         return values
 
     @property
@@ -294,20 +283,16 @@ class CheckpointManager:
         return self._best_values.best
 
     def judge(self, value: float, higher: bool) -> bool:
-        """Compare rank 0's `value` with the best one. If it is better it becomes the best one,
-        still without a checkpoint; else `best.stale` grows by 1. Return whether it is the best, on
-        all ranks the same.
-
-        It is a collective. `higher`: greater values are better. NaN is never the best value; the
-        first value that is a number is.
-        """
+        """Compare rank 0's `value` with the best value, and note it (`BestValues.judge`). Return
+        whether it is better, on all ranks the same. It is a collective. `higher`: greater values
+        are better."""
         return self._best_values.judge(self._checkpoints.control.from_first(value), higher)
 
     def load_best(self, model: torch.nn.Module, saves: bool = True) -> int:
         """Load the best checkpoint's state into a tracked model, given with or without its wrapper;
-        return the checkpoint's step. Unless `saves` is false the present state is saved first. A
-        best value that has no checkpoint even then is the present state's: the model stays as it
-        is, and the present step is returned.
+        return the checkpoint's step. With `saves` the present state is saved first. If the best
+        value has no checkpoint even then, it is the present state's: the model stays as it is, and
+        the present step is returned.
 
         Raises
         ------
@@ -317,7 +302,7 @@ class CheckpointManager:
             as `save_surely`; or the checkpoint is not there, damaged, or of another model; or
             another number of ranks wrote it, each with weights of its own
         """
-        names = [name for name, tracked in self.objects.items() if unwrap(tracked) is unwrap(model)]
+        names = [n for n, tracked in self.objects.items() if unwrap(tracked) is unwrap(model)]
         if not names:
             raise UsageError(
                 "the model is none that run.track was given",
@@ -348,8 +333,9 @@ class CheckpointManager:
         checkpoint: Restored,
         added: Sequence[str] = (),
     ) -> None:
-        """Wait for the devices, then load a checkpoint into objects; raises as `put_back.put_back`.
-        With `shares_reads`, and without pipeline stages, it is a collective."""
+        """Wait for the devices, then load a checkpoint into `objects`, with the arguments and
+        errors of `put_back.put_back`. With `shares_reads`, and without pipeline stages, it is a
+        collective."""
         for device in self._devices:  # an evaluation may still copy weights from the host
             devices.wait_for(device)
         step, is_stage = checkpoint.step, self._dims.pp > 1
@@ -369,14 +355,14 @@ class CheckpointManager:
             return done
         finally:
             self._written = self._written if done else None
-            self._best_values.settle(done)
+            self._best_values.end_save(done)
 
     def save_surely(self, anew: bool = False) -> None:
-        """Save and wait until the save is durable. After a failure try again, `RETRY_S` seconds
-        later, until a save succeeds. Raises as `save`.
+        """Save, and wait until the save is durable. After a failure try again, `RETRY_S` seconds
+        later, until a save succeeds or an error of `save` is raised.
 
-        With `anew` a save of this position is not enough, since lines behind the loop may change
-        the state, but after `load_best`, and where it is the best one."""
+        With `anew` save also where a save has this position, since lines behind the loop may have
+        changed the state; not after `load_best`, nor where that save is of the best value."""
         if anew and not self._has_loaded_best and self.best.step != self._position.step:
             self.settle()
             self._written = None
@@ -394,3 +380,21 @@ class CheckpointManager:
         """Return the values, by name, that must be the same in a checkpoint as here: the seed, and
         those that decide the data order."""
         return {"seed": self._seed, **self._data}
+
+
+def _start_inventory_checksums(current: State) -> Callable[[Inventory], Inventory]:
+    """Begin the checksums of all that must be the same on several ranks, in the devices' current
+    streams. Return a function that waits for them, and returns an inventory with them."""
+    copies = local_copies(current.shared)
+    copied = {place: part for place, (part, _) in copies.items()}
+    weights = {place: weight for place, (_, weight) in copies.items()}
+    wait_for_checksums = start_checksums({**current.equal, **copied})
+    # Objects of which rank 0's state is saved count by their plain values and by their tensors.
+    trees = {name: current.tree[name] for name in current.rank_0_objects}
+    waits = {name: start_checksums(current.rank_0_objects[name]) for name in trees}
+
+    def add(inventory: Inventory) -> Inventory:
+        contents = {name: (trees[name], wait()) for name, wait in waits.items()}
+        return with_checksums(inventory, wait_for_checksums(), weights, contents)
+
+    return add

@@ -27,57 +27,68 @@ _LARGEST = 1 << 2039  # weights_only reads whole numbers below it
 
 def take_apart(
     value: Any,
-    where: str,
+    place: str,
     tensors: dict[str, torch.Tensor],
     devices: Sequence[torch.device] = (),
 ) -> Any:
     """Return a copy of `value`, a state dict or an entry of one, with a mark in place of each
-    tensor. The tensor is added to `tensors` by its place: `where` and the keys below it, joined by
-    dots.
+    tensor (`_take_tensor`), and add the tensors to `tensors` by their places: `place` and the keys
+    below it, joined by dots. `devices` are this worker's.
 
-    The mark is `TENSOR`, or `ON_DEVICE` with the index of the tensor's accelerator in this worker's
-    `devices` (0 if it is not in them). Mappings of other types than `_DICTS` become dicts, lists,
-    tuples and sets of other types plain ones; numpy's float64, whole numbers and bools become
-    Python's.
+    Mappings of other types than `_DICTS` become dicts, lists, tuples and sets of other types plain
+    ones; numpy's float64, whole numbers and bools become Python's.
 
     Raise HpcDdpError for a named tuple or a defaultdict, which would come back as another type; for
-    a tensor that is sparse, quantized or a wrapper, or whose name is reserved or used twice; and
-    for what ``weights_only`` would refuse to load. The tensors before it are in `tensors`.
+    a tensor as `_take_tensor` does; and for what ``weights_only`` would refuse to load. `tensors`
+    then has those that come before the refused entry.
     """
     if isinstance(value, torch.Tensor):
-        if value.layout != torch.strided:
-            raise refusal(where, f"a tensor of layout {value.layout}")
-        if value.is_quantized:
-            raise refusal(where, "a quantized tensor")
-        if is_traceable_wrapper_subclass(value) and not is_sharded(value):
-            raise refusal(where, kind_of(value))
-        if where.endswith(OWN):
-            raise refusal(where, f"a tensor with {OWN} at the end of its name")
-        if where in tensors:
-            raise refusal(where, "the second one of this name")
-        tensors[where] = value
-        number = devices.index(value.device) if value.device in devices else 0
-        return ON_DEVICE.format(number) if is_accelerator(value.device) else TENSOR
-    if isinstance(value, defaultdict) or hasattr(value, "_fields"):  # a named tuple's
-        raise refusal(where, f"{kind_of(value)}, which would come back as a plain one")
+        return _take_tensor(value, place, tensors, devices)
+    if isinstance(value, defaultdict) or hasattr(value, "_fields"):  # which a named tuple has
+        raise refusal(place, f"{kind_of(value)}, which would come back as a plain one")
     if isinstance(value, Mapping):
         for key in value:
-            _check_atom(key, f"a key of {where}")
-        items: Any = {k: take_apart(item, f"{where}.{k}", tensors, devices)
-                      for k, item in value.items()}  # fmt: skip
+            _check_atom(key, f"a key of {place}")
+        entries: Any = {k: take_apart(entry, f"{place}.{k}", tensors, devices)
+                        for k, entry in value.items()}  # fmt: skip
         kind: Any = type(value)
-        return kind(items) if kind in _DICTS else items
+        return kind(entries) if kind in _DICTS else entries
     if type(value) is list and _is_of_numbers(value):  # a million of them, one by one, take 1 s
         return value.copy()
     if isinstance(value, (list, tuple)):
-        row = [take_apart(item, f"{where}.{i}", tensors, devices) for i, item in enumerate(value)]
+        row = [take_apart(entry, f"{place}.{i}", tensors, devices) for i, entry in enumerate(value)]
         return tuple(row) if isinstance(value, tuple) else row
     if isinstance(value, set):
-        return {take_apart(item, f"{where}.{item}", tensors, devices) for item in value}
+        return {take_apart(entry, f"{place}.{entry}", tensors, devices) for entry in value}
     if _is_numpys_equal(value):
         return value.item()
-    _check_atom(value, where)
+    _check_atom(value, place)
     return value
+
+
+def _take_tensor(
+    tensor: torch.Tensor,
+    place: str,
+    tensors: dict[str, torch.Tensor],
+    devices: Sequence[torch.device],
+) -> str:
+    """Add a tensor to `tensors` under the name `place`. Return its mark: `TENSOR` on the CPU, else
+    `ON_DEVICE` with the index of its accelerator in this worker's `devices` (0 if it is not in
+    them). Raise HpcDdpError for a tensor that is sparse, quantized or of a wrapper's class, or
+    whose name is reserved or taken."""
+    if tensor.layout != torch.strided:
+        raise refusal(place, f"a tensor of layout {tensor.layout}")
+    if tensor.is_quantized:
+        raise refusal(place, "a quantized tensor")
+    if is_traceable_wrapper_subclass(tensor) and not is_sharded(tensor):
+        raise refusal(place, kind_of(tensor))
+    if place.endswith(OWN):
+        raise refusal(place, f"a tensor with {OWN} at the end of its name")
+    if place in tensors:
+        raise refusal(place, "the second one of this name")
+    tensors[place] = tensor
+    number = devices.index(tensor.device) if tensor.device in devices else 0
+    return ON_DEVICE.format(number) if is_accelerator(tensor.device) else TENSOR
 
 
 def _is_numpys_equal(value: Any) -> bool:
@@ -96,17 +107,17 @@ def _is_of_numbers(row: list[Any]) -> bool:
     return kinds == {float}
 
 
-def _check_atom(value: Any, where: str) -> None:
-    """Raise HpcDdpError for a value at `where` that could be saved, but that ``weights_only`` would
-    not load again, or that would be taken for a tensor's mark."""
+def _check_atom(value: Any, place: str) -> None:
+    """Raise HpcDdpError for a value that is not of `_ATOMS`, that ``weights_only`` would not load
+    again, or that would be taken for a tensor's mark. The message names its `place`."""
     if type(value) not in _ATOMS:
-        raise refusal(where, kind_of(value))
+        raise refusal(place, kind_of(value))
     if type(value) is bytes and not value:
-        raise refusal(where, "b'', which can't be loaded again")
+        raise refusal(place, "b'', which can't be loaded again")
     if type(value) is int and not -_LARGEST < value < _LARGEST:
-        raise refusal(where, "a number of 2,040 bits or more, which can't be loaded again")
+        raise refusal(place, "a number of 2,040 bits or more, which can't be loaded again")
     if is_mark(value):
-        raise refusal(where, f"the text {value}, which stands for a tensor")
+        raise refusal(place, f"the text {value}, which stands for a tensor")
 
 
 def is_mark(entry: Any) -> bool:
@@ -115,8 +126,8 @@ def is_mark(entry: Any) -> bool:
 
 
 def device_number(mark: str) -> int | None:
-    """Return, from a tensor's mark, the index of its accelerator in the worker's devices; None for
-    the CPU."""
+    """Return, from a tensor's mark, the index of its accelerator in the worker's devices (0 for a
+    mark of an older version, which has none); None for the CPU."""
     match = _MARK.fullmatch(mark)
     assert match is not None
     return None if mark == TENSOR else int(match[1] or 0)
@@ -127,10 +138,10 @@ def kind_of(value: Any) -> str:
     return f"a {type(value).__module__}.{type(value).__name__}"
 
 
-def refusal(where: str, kind: str) -> HpcDdpError:
-    """Return the error for an entry at `where` that can't be saved; `kind` says what it is."""
+def refusal(place: str, kind: str) -> HpcDdpError:
+    """Return the error for an entry at `place` that can't be saved; `kind` names its kind."""
     return HpcDdpError(
-        f"{where} is {kind}; accepted in a state_dict: tensors, numbers, text, bytes, None, and"
+        f"{place} is {kind}; accepted in a state_dict: tensors, numbers, text, bytes, None, and"
         " lists and dicts of them",
         hint="return plain values from state_dict, as float(x), x.item(), dict(x) or list(x)",
     )

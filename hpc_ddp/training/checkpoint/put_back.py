@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain
 from types import MappingProxyType
@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from hpc_ddp.core.errors import HpcDdpError
 from hpc_ddp.training.checkpoint import optimizer_state
@@ -23,15 +22,10 @@ from hpc_ddp.training.models.dtensor import is_sharded
 from hpc_ddp.training.models.evaluation import set_modes
 from hpc_ddp.training.models.trained import TrainedParameters
 
-# RuntimeErrors that say nothing of a checkpoint: a device is full or broken, a peer is gone. For
-# those of a parameter's copy torch raises its own, with these words in the text.
-OF_DEVICES = (torch.OutOfMemoryError, torch.AcceleratorError, torch.distributed.DistError)
-OF_A_COPY = "an exception occurred"
-# Settings of torch's schedulers that no step changes.
-CONSTANTS = (
-    *("T_max", "T_0", "T_mult", "eta_min", "total_steps", "total_iters", "step_size", "milestones"),
-    *("_milestones", "gamma", "power", "start_factor", "end_factor", "factor", "patience"),
-)
+# RuntimeErrors that are not the checkpoint's: a device is full or broken, a peer is gone. For those
+# of a parameter's copy torch raises its own, with these words in the text.
+DEVICE_ERRORS = (torch.OutOfMemoryError, torch.AcceleratorError, torch.distributed.DistError)
+COPY_ERROR = "an exception occurred"
 EXTRA_STATE = "_extra_state"  # the end of the key of what a module's get_extra_state returns
 
 
@@ -43,13 +37,14 @@ def put_back(
     stage: bool = False,
     added: Sequence[str] = (),
 ) -> None:
-    """Load a checkpoint into the objects, by their names in ``run.track``. Errors name its `step`.
+    """Load a checkpoint into the objects, which are given by their names in ``run.track``. Errors
+    name its `step`.
 
-    `tree` has their stored states without tensors, which `reader` reads. A sharded object reads its
-    own part of each tensor, however the tensor was stored. With `stage` each model is a part of the
-    stored one, of which further entries are ignored. Parts of models that `added` names, as
-    ``model.head``, stay as they are where the checkpoint has none, and get no state in an
-    optimizer. After an error some objects may have been loaded.
+    `tree` has the objects' stored states with marks for the tensors, which `reader` reads. Of a
+    sharded tensor this rank's shard is read, however the tensor was stored. With `stage` each model
+    is one pipeline stage of the stored one, whose further entries are ignored. Parts of models that
+    `added` names, as ``model.head``, stay as they are where the checkpoint has none, and get no
+    state in an optimizer. After an error some objects may have been loaded.
 
     Raises
     ------
@@ -57,10 +52,8 @@ def put_back(
         the checkpoint is of other objects (the error names keys and shapes that differ); or the
         files lack a part of a tensor; or a ``load_state_dict`` raises ValueError, RuntimeError or
         KeyError (any other error comes through, and so does a device's)
-    UnreadableError
-        the disk does not answer
-    RuntimeError
-        a peer is gone, or a device is broken, while tensors are read
+    UnreadableError, RuntimeError
+        the disk does not answer; a peer is gone, or a device is broken, while tensors are read
     """
     if set(objects) != set(tree):
         raise _other_objects(
@@ -72,11 +65,11 @@ def put_back(
         content: Any
         try:
             if isinstance(plain, torch.nn.Module):
-                content = _for_module(name, plain, tree[name], reader, stage, added)
+                content = _content_for_module(name, plain, tree[name], reader, stage, added)
             elif isinstance(plain, Optimizer):
                 params = optimizer_state.params_of(plain, labels)
                 stored = optimizer_state.part_of(tree[name], params) if stage else tree[name]
-                content = _for_optimizer(name, plain, params, stored, reader, added)
+                content = _content_for_optimizer(name, plain, params, stored, reader, added)
             else:
                 current = _tensors_of(plain.state_dict(), name)
                 content = _assemble(tree[name], name, reader, current=current)
@@ -86,45 +79,7 @@ def put_back(
             raise _other_objects(step, error.message) from None
         except (ValueError, KeyError) as error:
             raise _other_objects(step, f"{name}: {error}") from error
-        _load(name, plain, content, step)
-
-
-def find_ignored_settings(
-    objects: Mapping[str, Any], tree: Mapping[str, Any], trained: TrainedParameters
-) -> list[str]:
-    """Return a line of text for each setting of an optimizer or a scheduler, such as ``lr`` or
-    ``T_max``, that the script has now made otherwise than for the checkpoint with the state dicts
-    `tree`. Loading puts the stored value back, so that a ``--lr`` of this attempt has no effect."""
-    notes = []
-    for name, tracked in objects.items():
-        pairs: dict[str, tuple[Any, Any]] = {}
-        stored = tree.get(name)
-        if isinstance(tracked, Optimizer) and isinstance(stored, dict):
-            pairs = optimizer_state.ignored_settings(trained.settings(tracked), stored)
-        elif isinstance(tracked, LRScheduler) and isinstance(stored, dict):
-            pairs = dict(_other_constants(tracked.state_dict(), stored))
-        for key, (present, earlier) in pairs.items():
-            notes.append(
-                f"{name}: {key} was {earlier!s:.60}, and the script makes it {present!s:.60}: the"
-                " checkpoint's state counts, unless the script sets it behind run.track"
-            )
-    return notes
-
-
-def _other_constants(
-    state: Mapping[str, Any], stored: Mapping[str, Any]
-) -> Iterator[tuple[str, tuple[Any, Any]]]:
-    """Yield, by name, those `CONSTANTS` of a scheduler's `state` that are others in its `stored`
-    state, and both values; also those of the schedulers in it."""
-    for key in CONSTANTS:
-        if isinstance(state.get(key), torch.Tensor):  # which has a mark in the tree
-            continue
-        if key in state and key in stored and state[key] != stored[key]:
-            yield key, (state[key], stored[key])
-    parts = state.get("_schedulers", ()), stored.get("_schedulers", ())
-    for number, (part, stored_part) in enumerate(zip(*parts, strict=False)):
-        for key, pair in _other_constants(part, stored_part):
-            yield f"{key} of scheduler {number}", pair
+        _load_object(name, plain, content, step)
 
 
 def put_flags_back(
@@ -132,34 +87,51 @@ def put_flags_back(
 ) -> list[str]:
     """Set requires_grad of parameters, and the training mode of parts of modules, to what they were
     at a save with the state dicts `tree`: the checkpoint's flag where the loop had changed it
-    before the save, else the script's. Return a line of text for each module of which the
-    requires_grad of a parameter was different; modes have no line."""
+    before the save, else the script's, which `trained` knows. Return a line of text for each module
+    of which the requires_grad of a parameter was different; modes have no line."""
     notes = []
-    for name, module in ((name, unwrap(thing)) for name, thing in objects.items()):
+    for name, tracked in objects.items():
+        module = unwrap(tracked)
         if isinstance(module, torch.nn.Module):
-            needed = tree[name].get(states.GRADIENTS, {})
-            modes = tree[name].get(states.MODES, {})
-            changed = []
-            parts = [(plain_part(key), part) for key, part in module.named_modules()]
-            as_made = {id(part): trained.as_made(part, part.training) for _, part in parts}
-            set_modes(module, {id(part): modes.get(key, as_made[id(part)]) for key, part in parts})
-            for key, parameter in module.named_parameters(remove_duplicate=False):
-                flag = needed.get(
-                    plain_name(key), trained.as_made(parameter, parameter.requires_grad)
-                )
-                if flag != parameter.requires_grad:
-                    parameter.requires_grad_(flag)
-                    changed.append(plain_name(key))
-            if changed:
+            _put_modes_back(module, tree[name].get(states.MODES, {}), trained)
+            flags = tree[name].get(states.GRADIENTS, {})
+            if changed := _put_gradient_flags_back(module, flags, trained):
                 more = ", …" if changed[1:] else ""
                 notes.append(f"{name}: {changed[0]}{more} frozen or not as the loop had set it")
     return notes
 
 
-def _load(name: str, plain: Any, content: Any, step: int) -> None:
-    """Load the state dict `content` into the unwrapped object `plain`. Raise HpcDdpError, with its
-    `name` and the checkpoint's `step`, if the object refuses it; errors of a device come
-    through."""
+def _put_modes_back(
+    module: torch.nn.Module, modes: Mapping[str, bool], trained: TrainedParameters
+) -> None:
+    """Set the training mode of each part of a module: as in `modes`, by the part's plain name, else
+    as the script has made it."""
+    mode_of: dict[int, bool] = {}
+    for key, part in module.named_modules():
+        as_made = trained.as_made(part, part.training)
+        mode_of[id(part)] = modes.get(plain_part(key), as_made)
+    set_modes(module, mode_of)
+
+
+def _put_gradient_flags_back(
+    module: torch.nn.Module, flags: Mapping[str, bool], trained: TrainedParameters
+) -> list[str]:
+    """Set requires_grad of each parameter of a module: as in `flags`, by the parameter's plain
+    name, else as the script has made it. Return the names of the parameters that had another."""
+    changed = []
+    for key, parameter in module.named_parameters(remove_duplicate=False):
+        as_made = trained.as_made(parameter, parameter.requires_grad)
+        flag = flags.get(plain_name(key), as_made)
+        if flag != parameter.requires_grad:
+            parameter.requires_grad_(flag)
+            changed.append(plain_name(key))
+    return changed
+
+
+def _load_object(name: str, plain: Any, content: Any, step: int) -> None:
+    """Load the state dict `content` into the unwrapped object `plain`. If the object refuses it by
+    an HpcDdpError, ValueError, RuntimeError or KeyError, raise HpcDdpError with the object's `name`
+    and the checkpoint's `step`. Other errors come through, and so do a device's."""
     try:
         if isinstance(plain, torch.nn.Module):
             _load_module(name, plain, content)
@@ -167,22 +139,23 @@ def _load(name: str, plain: Any, content: Any, step: int) -> None:
             optimizer_state.load(plain, content)
         else:
             plain.load_state_dict(content)
-    except OF_DEVICES:
+    except DEVICE_ERRORS:
         raise
     except HpcDdpError as error:
         raise _other_objects(step, error.message) from None
     except (ValueError, RuntimeError, KeyError) as error:
-        if isinstance(plain, torch.nn.Module) and OF_A_COPY in str(error):
+        if isinstance(plain, torch.nn.Module) and COPY_ERROR in str(error):  # a device's
             raise
         raise _other_objects(step, f"{name}: {error}") from error
 
 
 def _load_module(name: str, module: torch.nn.Module, state: OrderedDict[str, Any]) -> None:
-    """Load a state dict into the module `name`. Entries that the module saves but does not load, as
-    those of weights in 4 bits, must be equal to its present ones: raise HpcDdpError if they differ,
-    or if the module expects an entry that `state` lacks. One that it leaves out of its own state,
-    as frozen weights that the script loads, may be missing. A class with a ``load_state_dict`` of
-    its own decides by itself, and its errors come through."""
+    """Load a state dict into the module `name`. Raise HpcDdpError if `state` lacks an entry that
+    the module loads and that its own state dict has: an entry that is left out there, as frozen
+    weights that the script loads, may be missing. Raise it also if an entry that the module saves
+    but does not load, as of weights in 4 bits, is not equal to the module's present one. A class
+    with a ``load_state_dict`` of its own decides by itself; its errors, and torch's, come
+    through."""
     if type(module).load_state_dict is not torch.nn.Module.load_state_dict:
         module.load_state_dict(state)
         return
@@ -203,7 +176,7 @@ def _is_equal(current: Any, stored: Any) -> bool:
     return type(current) is type(stored) and bool(current == stored)
 
 
-def _for_module(
+def _content_for_module(
     name: str,
     module: torch.nn.Module,
     tree: Mapping[str, Any],
@@ -215,45 +188,36 @@ def _for_module(
 
     `name` is the module's in ``run.track``: its tensors are stored as ``NAME.KEY``. With `stage` it
     is a part of the stored module, and further keys of `tree` are ignored. Keys that `added` names,
-    and that `tree` lacks, keep their values. The stored versions of the parts come along, for
-    torch's own conversions of older states.
+    and that `tree` lacks, keep their present entries. The stored versions of the parts come along,
+    for torch's own conversions of older states.
 
-    Raise HpcDdpError if keys or shapes differ, which it names, if a tensor was each rank's own on
-    another number of ranks, or if the files lack a part of one; UnreadableError if the disk does
-    not answer. Shapes of plain buffers and of extra states may change in training, as those of
-    observers: they are left to ``load_state_dict``.
+    Raise HpcDdpError for `_differences`, which it names, or if the files lack a part of a tensor;
+    UnreadableError if the disk does not answer.
     """
     state = module.state_dict()
-    entries = {plain_name(key): (key, value) for key, value in state.items()}
+    entries = {plain_name(key): (key, entry) for key, entry in state.items()}
     parameters = {plain_name(k): (k, w) for k, w in module.named_parameters(remove_duplicate=False)}
     versions = tree.get(states.VERSIONS)
-    tree = {key: value for key, value in tree.items() if key not in states.BESIDE}
-    # A model may leave out what is frozen, and at the save it was not, or not yet.
+    tree = {key: entry for key, entry in tree.items() if key not in states.BESIDE}
+    # A model may leave frozen parameters out of its state that were not frozen at the save.
     entries |= {k: parameters[k] for k in parameters.keys() & tree.keys() - entries.keys()}
     new = {key for key in entries if key not in tree and _is_in(f"{name}.{key}", added)}
-    problems = [f"{key} is not in the checkpoint" for key in entries.keys() - tree.keys() - new]
+    present = {key: entry for key, (_, entry) in entries.items()}
+    problems = _differences(name, present, parameters.keys(), tree, reader)
+    problems += [f"{key} is not in the checkpoint" for key in entries.keys() - tree.keys() - new]
     problems += [f"{key} is not in the model" for key in tree if key not in entries and not stage]
-    for key in entries.keys() & tree.keys():
-        stored = f"{name}.{key}"
-        shape = getattr(entries[key][1], "shape", None)
-        saved = reader.describe(stored).shape if stored in reader else None
-        is_fixed = key in parameters or None in (shape, saved) or is_sharded(entries[key][1])
-        if stored in reader.of_other_ranks:
-            problems.append(f"{key} was each rank's own, of as many ranks as do not run here")
-        elif shape != saved and is_fixed and not key.endswith(EXTRA_STATE):
-            problems.append(f"{key} is {_shape(shape)} here and {_shape(saved)} in the checkpoint")
     if problems:
         more = f", and {len(problems) - states.SHOWN} more" if problems[states.SHOWN :] else ""
         raise HpcDdpError(f"{name}: {', '.join(sorted(problems)[: states.SHOWN])}{more}")
     loaded = OrderedDict[str, Any]()
-    for plain, (key, value) in entries.items():
+    for plain, (key, entry) in entries.items():
         stored = f"{name}.{plain}"
         if plain in new:
-            loaded[key] = value
+            loaded[key] = entry
         elif stored in reader:
-            loaded[key] = reader.read(stored, value if isinstance(value, torch.Tensor) else None)
+            loaded[key] = reader.read(stored, entry if isinstance(entry, torch.Tensor) else None)
         else:  # an extra_state
-            loaded[key] = _assemble(tree[plain], stored, reader, current=_tensors_of(value, stored))
+            loaded[key] = _assemble(tree[plain], stored, reader, current=_tensors_of(entry, stored))
     if versions is not None:  # without, a part takes its own state for that of an older version
         parts = states.metadata_of(state)
         facts_of = {key: {**facts, "version": versions.get(part)} for key, part, facts in parts}
@@ -261,7 +225,34 @@ def _for_module(
     return loaded
 
 
-def _for_optimizer(
+def _differences(
+    name: str,
+    present: Mapping[str, Any],
+    parameters: Container[str],
+    tree: Mapping[str, Any],
+    reader: Reader,
+) -> list[str]:
+    """Return a text for each entry, by its key in both `present` and `tree`, that the module `name`
+    can't load: a tensor has another shape, only one of both is a tensor, or each of another number
+    of ranks had its own. `parameters` are the keys of parameters.
+
+    Shapes of plain buffers and of extra states may change in training, as those of observers: they
+    are left to ``load_state_dict``.
+    """
+    problems = []
+    for key in present.keys() & tree.keys():
+        stored = f"{name}.{key}"
+        shape = getattr(present[key], "shape", None)
+        saved = reader.describe(stored).shape if stored in reader else None
+        is_fixed = key in parameters or None in (shape, saved) or is_sharded(present[key])
+        if stored in reader.of_other_ranks:
+            problems.append(f"{key} was each rank's own, of as many ranks as do not run here")
+        elif shape != saved and is_fixed and not key.endswith(EXTRA_STATE):
+            problems.append(f"{key} is {_shape(shape)} here and {_shape(saved)} in the checkpoint")
+    return problems
+
+
+def _content_for_optimizer(
     name: str,
     optimizer: Optimizer,
     params: Mapping[str, torch.Tensor],
@@ -278,38 +269,39 @@ def _for_optimizer(
     Raise HpcDdpError if the class, the parameters or their groups differ, or as `_assemble`;
     KeyError if `tree` is not an optimizer's; UnreadableError if the disk does not answer.
     """
-    names = iter(params)
+    names = iter(params)  # which come group by group
     groups = [[next(names) for _ in group["params"]] for group in optimizer.param_groups]
     is_new = _new_groups(name, groups, tree, added)
     if tree[optimizer_state.KIND] != (kind := type(optimizer).__name__):
         raise HpcDdpError(f"{name}: it is of {tree[optimizer_state.KIND]}, and here of {kind}")
-    shards = {}
+    templates = {}  # a parameter by the place of each stored tensor of its shape
     for label, parameter in params.items():
         for key in tree["state"].get(label, {}):
             stored = f"{name}.state.{label}.{key}"
             if stored in reader and reader.describe(stored).shape == parameter.shape:
-                shards[stored] = parameter
-    saved = {key: value for key, value in tree.items() if key != optimizer_state.KIND}
-    current, stored_rows = iter(optimizer.state_dict()["param_groups"]), iter(tree["param_groups"])
-    pairs = [(next(current), None if alone else next(stored_rows)) for alone in is_new]
+                templates[stored] = parameter
+    saved = {key: entry for key, entry in tree.items() if key != optimizer_state.KIND}
+    current, older = iter(optimizer.state_dict()["param_groups"]), iter(tree["param_groups"])
+    # Each group with its stored one, None for a new group: the checkpoint has none for it.
+    pairs = [(next(current), None if is_added else next(older)) for is_added in is_new]
     saved["param_groups"] = [
         group if stored is None else optimizer_state.with_present_methods(stored, group)
         for group, stored in pairs
     ]
-    settings = _tensors_of(optimizer.param_groups, f"{name}.param_groups")  # a learning rate, say
-    return optimizer_state.by_number(
-        _assemble(saved, name, reader, shards, settings), params, groups
-    )
+    settings = _tensors_of(optimizer.param_groups, f"{name}.param_groups")  # as a learning rate
+    content = _assemble(saved, name, reader, templates, settings)
+    return optimizer_state.number_state(content, params, groups)
 
 
 def _new_groups(
     name: str, groups: Sequence[Sequence[str]], tree: Any, added: Sequence[str]
 ) -> list[bool]:
     """Return for each of an optimizer's `groups` (names of parameters) whether all its parameters
-    are new: in `added`, and not in `tree`, the optimizer's stored state.
+    are new: named by `added`, and not in `tree`, the optimizer's stored state; False for a group
+    without parameters.
 
-    `name` is the optimizer's. Raise HpcDdpError if the other groups, without their new parameters,
-    differ from the stored groups; KeyError if `tree` is not an optimizer's.
+    `name` is the optimizer's. Raise HpcDdpError if the groups that are not new, without their new
+    parameters, differ from the stored groups; KeyError if `tree` is not an optimizer's.
     """
     stored_groups = [group["params"] for group in tree["param_groups"]]
     stored_names = set(chain(*stored_groups))
@@ -326,58 +318,66 @@ def _new_groups(
     return is_new
 
 
-def _tensors_of(state: Any, where: str) -> dict[str, torch.Tensor]:
-    """Return the tensors in an object's state by place, as ``WHERE.KEY.0``. Tensors behind an entry
-    that can't be saved are left out."""
+def _tensors_of(state: Any, place: str) -> dict[str, torch.Tensor]:
+    """Return the tensors in the `state` of an object by their places, as ``PLACE.KEY.0``. Tensors
+    behind an entry that can't be saved are left out."""
     tensors: dict[str, torch.Tensor] = {}
     with suppress(HpcDdpError):
-        take_apart(state, where, tensors)
+        take_apart(state, place, tensors)
     return tensors
 
 
 def _assemble(
-    value: Any,
-    where: str,
+    stored: Any,
+    place: str,
     reader: Reader,
     templates: Mapping[str, torch.Tensor] = MappingProxyType({}),
     current: Mapping[str, torch.Tensor] = MappingProxyType({}),
 ) -> Any:
-    """Return a value that was stored at `where`, with a new tensor, read by `reader`, in place of
-    each mark of `take_apart`.
-
-    A tensor whose place is in `templates` gets the sharding or the order in memory of that
-    template. A tensor whose place is in `current` gets the device of that one. Any other tensor
-    comes to one of the reader's devices if it was on an accelerator, else to the CPU. Raise
-    HpcDdpError for a tensor that is not stored for this rank, or not as a whole; UnreadableError if
-    the disk does not answer.
-    """
-    if is_mark(value):
-        if where not in reader:
-            raise HpcDdpError(f"{where} is a tensor that no rank has stored for this one")
-        parameter = templates.get(where)
-        tensor = reader.read(where, parameter)
-        if parameter is not None and not is_sharded(parameter):
-            # Fused optimizers walk a parameter's memory and its state's side by side. What is one
-            # number may be a constant of the CPU's: no later step could tell it from an average.
-            is_number = value != TENSOR and not tensor.shape
-            device = parameter.device if is_number else tensor.device
-            layout = torch.empty_like(parameter, dtype=tensor.dtype, device=device)
-            return layout.copy_(tensor)
-        if where in current:
-            return tensor.to(current[where].device)
-        number = device_number(value)
-        return tensor if number is None else tensor.to(reader.device(number))
-    if isinstance(value, dict):
-        items = {
-            k: _assemble(v, f"{where}.{k}", reader, templates, current) for k, v in value.items()
-        }
-        return type(value)(items)
-    if isinstance(value, (list, tuple)):
+    """Return a copy of the entry of a tree that was `stored` at `place`, with a new tensor in place
+    of each mark of `take_apart` (`_read_tensor`, with its arguments and errors)."""
+    if is_mark(stored):
+        return _read_tensor(stored, place, reader, templates.get(place), current.get(place))
+    if isinstance(stored, dict):
+        return type(stored)(
+            {k: _assemble(v, f"{place}.{k}", reader, templates, current) for k, v in stored.items()}
+        )
+    if isinstance(stored, (list, tuple)):
         row = [
-            _assemble(v, f"{where}.{i}", reader, templates, current) for i, v in enumerate(value)
+            _assemble(v, f"{place}.{i}", reader, templates, current) for i, v in enumerate(stored)
         ]
-        return tuple(row) if isinstance(value, tuple) else row
-    return value
+        return tuple(row) if isinstance(stored, tuple) else row
+    return stored
+
+
+def _read_tensor(
+    mark: str,
+    place: str,
+    reader: Reader,
+    parameter: torch.Tensor | None,
+    current: torch.Tensor | None,
+) -> torch.Tensor:
+    """Return the tensor for which the `mark` at `place` stands, newly read by `reader`.
+
+    The tensor gets the sharding, or the order in memory, of `parameter` if there is one; else the
+    device of `current` if there is one. Any other tensor comes to one of the reader's devices if it
+    was on an accelerator, else to the CPU. Raise HpcDdpError for a tensor that is not stored for
+    this rank, or not as a whole; UnreadableError if the disk does not answer.
+    """
+    if place not in reader:
+        raise HpcDdpError(f"{place} is a tensor that no rank has stored for this one")
+    tensor = reader.read(place, parameter)
+    if parameter is not None and not is_sharded(parameter):
+        # The order in memory: fused optimizers walk a parameter and its state side by side. A
+        # single number goes to the parameter's device if it was on one: see `_with_types`.
+        is_number = mark != TENSOR and not tensor.shape
+        device = parameter.device if is_number else tensor.device
+        layout = torch.empty_like(parameter, dtype=tensor.dtype, device=device)
+        return layout.copy_(tensor)
+    if current is not None:
+        return tensor.to(current.device)
+    number = device_number(mark)
+    return tensor if number is None else tensor.to(reader.device(number))
 
 
 def _is_in(name: str, places: Sequence[str]) -> bool:
@@ -390,11 +390,11 @@ def _shape(shape: Any) -> str:
     return "no tensor" if shape is None else str(tuple(shape))
 
 
-def _other_objects(step: int, how: str) -> HpcDdpError:
-    """Return the error for a checkpoint of step `step` that is of other objects; `how` says what
-    differs."""
+def _other_objects(step: int, difference: str) -> HpcDdpError:
+    """Return the error for a checkpoint of step `step` that is of other objects; `difference` is a
+    text on what differs."""
     return HpcDdpError(
-        f"the checkpoint of step {step} is not of this program's objects: {how}",
+        f"the checkpoint of step {step} is not of this program's objects: {difference}",
         hint="start another run, or undo the change to the script; for what is new on purpose:"
         " run.track(…, added=('ema', 'model.head'))",
     )

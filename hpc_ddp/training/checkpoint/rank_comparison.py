@@ -24,17 +24,18 @@ from hpc_ddp.training.checkpoint.storage.shards import LocalShard, words
 from hpc_ddp.training.process.control import Control
 
 _ROW = 1024  # words of a row in `digest`
-_SHOWN = 4
+_SHOWN = 4  # names in an error
 
 
 class Digest(NamedTuple):
-    """An inventory in a few numbers, equal on all ranks of a stage apart from the last three."""
+    """An inventory in a few numbers, equal on all ranks of a stage apart from `written`, `copies`
+    and `rank_0_objects`."""
 
     objects: int  # CRC32 of their names, equal on all ranks
     stage: int
     tensors: int  # CRC32 of names, shapes and checksums
     expected: int  # the sum over all tensors of their sizes, each times a weight of its name
-    written: int
+    written: int  # the same sum over the numbers that the rank writes
     copies: int  # adds up to 0 over all ranks where copies of the same part are equal
     rank_0_objects: int  # CRC32 of the checksums of objects that may differ
 
@@ -93,12 +94,12 @@ def inventory_of(
     parts: Mapping[str, LocalShard],
     objects: Iterable[str] = (),
 ) -> Inventory:
-    """Return a rank's inventory, without checksums; `stage` is the number of its pipeline stage (0
-    without one).
+    """Return a rank's inventory, without checksums. `stage` is the number of its pipeline stage, 0
+    without pipelines.
 
     `tensors` has, by name, those that the rank saves together with others; `parts` has the parts
-    that it writes, of which private ones do not count; `objects` are the names of the tracked
-    objects.
+    that it writes, of which private ones (``NAME@rank``) do not count; `objects` are the names of
+    the tracked objects that the ranks share, in any order.
     """
     return Inventory(
         stage,
@@ -119,13 +120,15 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def digest(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a sum as `checksum` does, in which each word has a weight by its place: rows that have
-    changed places give another sum."""
+    """Return a sum of a tensor's bytes as `checksum` does, in which each word has a weight by its
+    place: rows that have changed places give another sum."""
     memory, tail = words(tensor)
     rows = memory[: len(memory) // _ROW * _ROW].view(-1, _ROW)
+    # Sums of the columns and of the rows, so that a word counts by both; and the words behind them.
     parts = rows.sum(0), rows.sum(1), memory[rows.numel() :], tail
-    odd = [2 * torch.arange(len(p), device=p.device, dtype=torch.int64) + 1 for p in parts]
-    return torch.stack([(p * o).sum() for p, o in zip(parts, odd, strict=True)]).sum()
+    # An odd weight: a product with an even one would lose a change of the highest bit.
+    weights = [2 * torch.arange(len(p), device=p.device, dtype=torch.int64) + 1 for p in parts]
+    return torch.stack([(p * w).sum() for p, w in zip(parts, weights, strict=True)]).sum()
 
 
 def start_checksums(
@@ -133,7 +136,7 @@ def start_checksums(
     sum_up: Callable[[torch.Tensor], torch.Tensor] = checksum,
 ) -> Callable[[], dict[str, int]]:
     """Begin to sum up tensors, in the devices' current streams; return a function that waits for
-    the sums and returns them by name, {} without tensors.
+    the sums and returns them by the tensors' names, {} without tensors.
 
     `sum_up` returns a scalar of 64 bits on the device of its tensor. The training may go on and
     change the tensors meanwhile, and another thread may wait.
@@ -141,6 +144,7 @@ def start_checksums(
     sums: dict[torch.device, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
         sums.setdefault(tensor.device, {})[name] = sum_up(tensor)
+    # One tensor per device, which is read by one copy.
     stacks = [(list(sums_of), torch.stack(list(sums_of.values()))) for sums_of in sums.values()]
     marks = [devices.mark(device) for device in sums if devices.is_accelerator(device)]
 
@@ -148,10 +152,10 @@ def start_checksums(
         """Wait for the devices; return the sums by name, sorted."""
         for mark in marks:
             mark.synchronize()
-        pairs = (
-            pair for names, stack in stacks for pair in zip(names, stack.tolist(), strict=True)
-        )
-        return dict(sorted(pairs))
+        totals: dict[str, int] = {}
+        for names, stack in stacks:
+            totals |= zip(names, stack.tolist(), strict=True)
+        return dict(sorted(totals.items()))
 
     return wait
 
@@ -162,29 +166,30 @@ def with_checksums(
     weights: Mapping[str, int],
     contents: Mapping[str, object],
 ) -> Inventory:
-    """Return an inventory with the checksums in `sums`: of tensors by name, and of copies by ``NAME
-    at START``. `weights` has the weights of the copies. `contents` has, by name, plain values that
-    stand for the objects of which rank 0's are saved."""
+    """Return a copy of `inventory` with the checksums in `sums`: of tensors by name, and of copies
+    by ``NAME at START``. `weights` has the weights of the copies, by the same keys. `contents` has,
+    by name, the objects of which rank 0's are saved, as plain values; their CRC32 is computed here.
+    """
     return replace(
         inventory,
         checksums={name: total for name, total in sums.items() if name not in weights},
         copies={place: (weight, sums[place]) for place, weight in weights.items()},
-        rank_0_objects={name: _crc([_in_order(content)]) for name, content in contents.items()},
+        rank_0_objects={name: _crc([_sorted(content)]) for name, content in contents.items()},
     )
 
 
 def check_facts(control: Control, facts: Mapping[str, Any]) -> None:
     """Raise UsageError, on all ranks, where a rank has another value than rank 0 among `facts`, the
     values by name that decide the order of the data: ranks would take samples of different
-    permutations, or other numbers of steps.
+    permutations, or other numbers of steps. A name that one of both lacks does not count.
 
     It is a collective. Raise RuntimeError if a peer is gone.
     """
-    faults = (
-        f"{name} is {of_rank[name]} on rank {rank}, and {fact} on rank 0"
-        for rank, of_rank in enumerate(control.to_first(facts))
+    faults = (  # on rank 0; none on the others, where `to_first` returns no facts
+        f"{name} is {facts_of_rank[name]} on rank {rank}, and {fact} on rank 0"
+        for rank, facts_of_rank in enumerate(control.to_first(facts))
         for name, fact in facts.items()
-        if of_rank.get(name, fact) != fact
+        if facts_of_rank.get(name, fact) != fact
     )
     if fault := control.from_first(next(faults, "")):
         raise UsageError(
@@ -196,18 +201,18 @@ def check_facts(control: Control, facts: Mapping[str, Any]) -> None:
 
 def find_misfit(control: Control, inventory: Inventory) -> HpcDdpError | None:
     """Compare the inventories of all ranks. Return, on all ranks, an error if they share different
-    objects, or if their tensors would not make a whole; else None. Rank 0 warns, once, of other
-    objects that differ (`Inventory.rank_0_objects`).
+    objects, or if their tensors would not make a whole; else None. Rank 0 prints a warning, once
+    for the same names, if other objects differ (`Inventory.rank_0_objects`).
 
     All ranks must call it: it is a collective. Raise RuntimeError if a peer is gone.
     """
     digests = control.to_first(inventory.digest)
-    fits, alike = control.from_first((fit_together(digests), has_equal_objects(digests)))
-    if fits and alike:
+    fits, are_equal = control.from_first((fit_together(digests), has_equal_objects(digests)))
+    if fits and are_equal:
         return None
-    inventories = control.to_first(inventory)
-    if inventories and not alike:
-        _warn_of(tuple(different_objects(inventories)))
+    inventories = control.to_first(inventory)  # by rank on rank 0; [] on the others
+    if inventories and not are_equal:
+        _warn_of_difference(tuple(different_objects(inventories)))
     misfit: HpcDdpError | None = None
     if not fits:
         misfit = control.from_first(find_fault(inventories) if inventories else None)
@@ -218,14 +223,15 @@ def fit_together(digests: Sequence[Digest]) -> bool:
     """Return whether the ranks' digests say that their tensors make a whole: all ranks share the
     same objects, all ranks of a stage have the same tensors, each number of a tensor is written
     once, and copies of the same part are equal."""
-    written = Counter[Digest]()
+    written = Counter[Digest]()  # the sum of `written`, by the part that a stage has in common
     for digest in digests:
         written[digest._replace(written=0, copies=0, rank_0_objects=0)] += digest.written
+    stages = {digest.stage for digest in digests}
     return (
         sum(digest.copies for digest in digests) == 0
         and len({digest.objects for digest in digests}) == 1
-        and len({digest.stage for digest in digests}) == len(written)
-        and all(digest.expected == count for digest, count in written.items())
+        and len(stages) == len(written)  # no stage has two different parts in common
+        and all(common.expected == total for common, total in written.items())
     )
 
 
@@ -233,12 +239,12 @@ def has_equal_objects(digests: Sequence[Digest]) -> bool:
     """Return whether all ranks of each stage have the same `rank_0_objects`, by the ranks'
     digests."""
     pairs = {(digest.stage, digest.rank_0_objects) for digest in digests}
-    return len(pairs) == len({digest.stage for digest in digests})
+    return len(pairs) == len({digest.stage for digest in digests})  # one for each stage
 
 
 def different_objects(inventories: Iterable[Inventory]) -> list[str]:
     """Return the names in `Inventory.rank_0_objects` whose checksums differ between ranks of a
-    stage."""
+    stage, sorted."""
     checksums: dict[tuple[str, int], set[int]] = {}
     for inventory in inventories:
         for name, total in inventory.rank_0_objects.items():
@@ -246,10 +252,10 @@ def different_objects(inventories: Iterable[Inventory]) -> list[str]:
     return sorted({name for (name, _), totals in checksums.items() if len(totals) > 1})
 
 
-@cache  # once in a process
-def _warn_of(names: tuple[str, ...]) -> None:
-    """Print a warning of the objects `names`, which differ between ranks; once for the same
-    names."""
+@cache  # so that a second call with the same names does nothing
+def _warn_of_difference(names: tuple[str, ...]) -> None:
+    """Print a warning of the objects `names`, which differ between ranks; once in a process for the
+    same names."""
     say(
         f"WARNING: ranks differ in {_listed(names)}, and a resume gives all of them rank 0's; to"
         f" keep each rank's own: run.track(…, per_rank={names})"
@@ -271,23 +277,23 @@ def find_fault(inventories: Sequence[Inventory]) -> HpcDdpError:
         shapes = {rank: {*inventory.shapes.items()} for rank, inventory in members.items()}
         fault = fault or _different_names(shapes, "has other tensors to save")
         fault = fault or _different_numbers(members) or _different_copies(members)
-        fault = fault or _uncovered(members)
+        fault = fault or _wrong_counts(members)
     return fault or HpcDdpError("the ranks' tensors do not fit together")
 
 
 def _different_names(
     items: Mapping[int, Set[Any]], difference: str, kind: type[HpcDdpError] = HpcDdpError
 ) -> HpcDdpError | None:
-    """Return an error that names the items that some rank has and the first rank has not, or the
-    reverse; None if all ranks have the same.
+    """Return an error that names, for the first rank that differs from the lowest rank, the items
+    that only one of both has; None if all ranks have the same.
 
     `items` are names, or pairs of a name and a shape, by rank. `difference` is the verb of the
-    message, `kind` the error's class.
+    message, with its object; `kind` is the error's class.
     """
     first = min(items)
     for rank, items_of_rank in items.items():
         differing = items[first] ^ items_of_rank
-        if names := sorted({item if isinstance(item, str) else item[0] for item in differing}):
+        if names := sorted({pair if isinstance(pair, str) else pair[0] for pair in differing}):
             return kind(
                 f"rank {rank} {difference} than rank {first}: {_listed(names)}",
                 hint="track the same objects on all ranks, or name those that differ in"
@@ -297,11 +303,9 @@ def _different_names(
 
 
 def _different_numbers(members: Mapping[int, Inventory]) -> HpcDdpError | None:
-    """Return an error that names the first tensor with other checksums on some rank; None if there
-    is none.
-
-    `members` are the inventories of one stage by rank.
-    """
+    """Return an error that names the first tensor whose checksum on some rank is not that of the
+    lowest rank, and such ranks; None if there is no such tensor. `members` are the inventories of
+    one stage by rank."""
     first = min(members)
     for name in members[first].shapes:
         expected = members[first].checksums.get(name)
@@ -323,7 +327,8 @@ def _different_numbers(members: Mapping[int, Inventory]) -> HpcDdpError | None:
 
 def _different_copies(members: Mapping[int, Inventory]) -> HpcDdpError | None:
     """Return an error that names the first part of a sharded tensor that differs between two ranks
-    with copies of it; None if there is none. `members` are as in `_different_numbers`."""
+    with copies of it; None if all copies are equal. `members` are the inventories of one stage by
+    rank."""
     first: dict[str, tuple[int, int]] = {}  # checksum and rank by place
     for rank, inventory in members.items():
         for place, (_, total) in inventory.copies.items():
@@ -337,9 +342,10 @@ def _different_copies(members: Mapping[int, Inventory]) -> HpcDdpError | None:
     return None
 
 
-def _uncovered(members: Mapping[int, Inventory]) -> HpcDdpError | None:
+def _wrong_counts(members: Mapping[int, Inventory]) -> HpcDdpError | None:
     """Return an error that names the first tensor of which the ranks together would write more or
-    fewer numbers than it has; None if there is none. `members` are as in `_different_numbers`."""
+    fewer numbers than it has; None if there is none. `members` are the inventories of one stage by
+    rank."""
     counts = Counter[str]()
     for inventory in members.values():
         counts.update(inventory.written)
@@ -360,21 +366,23 @@ def _listed(values: Sequence[object]) -> str:
     return ", ".join(map(str, values[:_SHOWN])) + more
 
 
-def _in_order(content: Any) -> Any:
+def _sorted(content: Any) -> Any:
     """Return plain values with sorted lists in place of dicts and sets, whose order differs between
-    processes; tuples become lists."""
+    processes: pairs of a key's text and its entry, and texts of a set's entries. Tuples become
+    lists."""
     if isinstance(content, dict):
-        return sorted(((repr(key), _in_order(entry)) for key, entry in content.items()), key=repr)
+        return sorted(((repr(key), _sorted(entry)) for key, entry in content.items()), key=repr)
     if isinstance(content, (set, frozenset)):
         return sorted(map(repr, content))
-    return [*map(_in_order, content)] if isinstance(content, (list, tuple)) else content
+    return [*map(_sorted, content)] if isinstance(content, (list, tuple)) else content
 
 
 def _crc(items: Iterable[object]) -> int:
+    """Return the CRC32 of the texts of some objects, in their order."""
     return zlib.crc32(repr(list(items)).encode())
 
 
 def _weighted(counts: Mapping[str, int]) -> int:
-    """Return the sum of counts, each times a number that its name gives: so too many of one name do
-    not make up for too few of another."""
+    """Return the sum of `counts`, each times a weight that its name gives: so too many numbers of
+    one tensor do not make up for too few of another."""
     return sum((zlib.crc32(name.encode()) + 1) * count for name, count in counts.items())

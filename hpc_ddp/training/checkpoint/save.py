@@ -42,7 +42,7 @@ from hpc_ddp.training.checkpoint.storage.index import (
 from hpc_ddp.training.checkpoint.storage.layout import Layout
 from hpc_ddp.training.process.control import Control
 
-TRIES = 3  # failed saves in a row that end the run, if they are spread over as many seconds:
+TRIES = 3  # failed saves in a row that end the run, if they are spread over `PATIENCE_S`
 PATIENCE_S = 30.0
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 NON_FINITE = "non-finite"  # a rank's answer in place of what it has written
@@ -81,15 +81,10 @@ class Failure(NamedTuple):
 
 
 class Checkpoints(Restorer):
-    """The checkpoints of a run, as this attempt sees them; those that `keep` names stay.
-
-    `control` carries messages of the training's thread, `background` those of the saving thread.
-    `journal` gets each save, or its failure.
-
-    Attributes
-    ----------
-    node
-        the name of this rank's node, whose ranks may write into one file
+    """The checkpoints of a run, as this attempt sees them; old ones that `keep` does not name are
+    removed. `control` carries messages of the training's thread, `background` those of the saving
+    thread. `journal` gets each save, or its failure. `node` is the name of this rank's node, whose
+    ranks may write into one file.
     """
 
     node = ""
@@ -134,8 +129,8 @@ class Checkpoints(Restorer):
         return not self.in_flight and bool(self._outcome.failure or self._outcome.error)
 
     def begin(self, content: Content) -> None:
-        """Start a thread that writes `content`; first wait as `tidy` does. All ranks call it, after
-        `settle`."""
+        """Start a thread that writes and publishes `content`; first wait as `tidy` does. All ranks
+        call it, after `settle`."""
         self.tidy()
         self._done.clear()
         self._is_unsettled = True
@@ -144,8 +139,8 @@ class Checkpoints(Restorer):
         self._thread.start()
 
     def tidy(self) -> None:
-        """Wait until the thread of the last save, if any, has ended: after its save it removes old
-        checkpoints, on rank 0."""
+        """Wait until the thread of the last save, if any, has ended: on rank 0 it removes old
+        checkpoints after its save."""
         if self._thread is not None:
             self._thread.join()
 
@@ -175,13 +170,14 @@ class Checkpoints(Restorer):
     # -- the thread that saves -------------------------------------------------------------
 
     def _save(self, content: Content) -> None:
-        """Write `content` with the other ranks, and set the outcome. Rank 0 also reports the
-        outcome, and after a success removes old checkpoints. It raises nothing."""
+        """Write `content` with the other ranks, and set the outcome and what follows from it
+        (`saves`, `slowest_save_s`). Rank 0 also reports the outcome, and after a success removes
+        old checkpoints. It raises nothing."""
         began = time.monotonic()
         try:
             outcome = self._write_together(content)
         except Exception as error:  # a peer is gone: the training will find that out, too
-            outcome = self._fail(f"the ranks could not agree: {error}", PATIENCE_S)
+            outcome = self._count_failure(f"the ranks could not agree: {error}", PATIENCE_S)
         took_s = time.monotonic() - began
         self._outcome = outcome
         is_saved = not (outcome.failure or outcome.error)
@@ -203,8 +199,8 @@ class Checkpoints(Restorer):
         """Write and publish a checkpoint, if the ranks' tensors make a whole and there is room for
         them; return the outcome, the same on all ranks.
 
-        A rank sends an error as a `Failure`, since its peers wait for an answer. Raise RuntimeError
-        if a peer is gone.
+        A rank sends an error as a `Failure`, since its peers wait for an answer. It is a
+        collective: raise RuntimeError if a peer is gone.
         """
         draft = disk.draft(self._run.checkpoints, content.step, self._attempt)
         try:
@@ -231,7 +227,7 @@ class Checkpoints(Restorer):
         answer: object,
     ) -> T | Outcome:
         """Send the `answer` of each rank to rank 0, and return rank 0's decision on all ranks: the
-        result of `decide`, which gets the answers by rank.
+        result of ``decide(draft, content, answers)``, with the answers by rank.
 
         If an answer is a `Failure`, or `decide` raises an error, the decision is the failed outcome
         from `_drop`. All ranks call it; raise RuntimeError if a peer is gone.
@@ -248,8 +244,8 @@ class Checkpoints(Restorer):
         return agreed
 
     def _prepare(self, content: Content) -> tuple[Claim, Any]:
-        """Wait until the state is copied, and set `stall_s` with the time of the copy; return this
-        rank's claim, and what `_write` is to be given: here its `Payload`."""
+        """Wait until the state is copied, and add the time of the copy to `stall_s`; return this
+        rank's claim, and the payload for `_write`."""
         self.stall_s = content.stall_s + content.buffer.wait()
         return payload_of(content, self.node)
 
@@ -261,16 +257,17 @@ class Checkpoints(Restorer):
         """
         plan = plan_of(claims)
         size = sum(part.size for part in plan.parts) + sum(claim.frozen for claim in claims)
+        # Files: index and manifest, those of parts, and one per rank with frozen weights.
         count = 2 + len({p.file for p in plan.parts}) + sum(len(c.layouts) > 1 for c in claims)
         disk.make_draft(draft)
-        for give_way in (self._remove_parcel, partial(self._make_room, content)):
+        for free_space in (self._remove_parcel, partial(self._make_room, content)):
             try:
                 disk.check_space(draft, size, count)
                 return plan
             except OSError as error:
                 if error.errno not in NO_ROOM:
                     raise
-                give_way()
+                free_space()
         disk.check_space(draft, size, count)
         return plan
 
@@ -287,7 +284,8 @@ class Checkpoints(Restorer):
     def _publish(self, plan: Plan, draft: Path, content: Content, answers: list[Any]) -> Outcome:
         """On rank 0: write index and manifest of a draft from the ranks' `answers` (of `_write`, no
         `Failure` among them), and publish it. If weights are not finite, or the attempt is
-        superseded, remove it; the outcome has that error. Raise OSError."""
+        superseded, remove it; the outcome has that error. Raise OSError if the disk refuses, and
+        any error of `before_publishing`."""
         if NON_FINITE in answers:
             disk.remove(draft)
             return Outcome(error=non_finite_error(self._run, content.step))
@@ -301,7 +299,7 @@ class Checkpoints(Restorer):
         }
         self.before_publishing(content.step)
         disk.write_manifest(draft, facts, files)
-        # Looked at as late as can be: from the rename on, a successor would see it.
+        # As late as can be: a later attempt sees the checkpoint from the rename on.
         if not self._run.is_newest(self._attempt):
             disk.remove(draft)
             return Outcome(error=self._superseded_error())
@@ -324,33 +322,33 @@ class Checkpoints(Restorer):
         return {**files, STATE: [state]}
 
     def _drop(self, draft: Path, content: Content, answers: Sequence[object]) -> Outcome:
-        """On rank 0: remove a draft for the first `Failure` among the answers; if the disk was
-        full, remove the parcel too, or else old checkpoints. Return the outcome of `_fail`."""
+        """On rank 0: remove a draft, and count the first `Failure` among the `answers`; return its
+        outcome. If the disk was full, remove the parcel too, or without one old checkpoints."""
         disk.remove(draft)
         rank, failure = next((r, a) for r, a in enumerate(answers) if isinstance(a, Failure))
         if failure.code in NO_ROOM:
             with suppress(OSError):
                 if not self._remove_parcel():
                     self._make_room(content)
-        return self._fail(f"rank {rank}: {failure.text}")
+        return self._count_failure(f"rank {rank}: {failure.text}")
 
-    def _fail(self, why: str, lasted_s: float = 0.0) -> Outcome:
+    def _count_failure(self, reason: str, lasted_s: float = 0.0) -> Outcome:
         """Count a failed save, which has lasted for `lasted_s` seconds; return its outcome, with an
         error after `TRIES` or more failures in a row, the first one `PATIENCE_S` ago or earlier."""
         now = time.monotonic()
         self._failed_at.append(now - lasted_s)
         error: HpcDdpError | None = None
         if len(self._failed_at) >= TRIES and now - self._failed_at[0] >= PATIENCE_S:
-            path = self._run.quoted
+            path, folder = self._run.quoted, self._run.checkpoints
             error = HpcDdpError(
-                f"{len(self._failed_at)} saves in a row failed in {self._run.checkpoints}: {why}",
+                f"{len(self._failed_at)} saves in a row failed in {folder}: {reason}",
                 hint=f"look for free space, inodes and quota: df -h {path}; df -i {path}",
             )
-        return Outcome(failure=why, error=error)
+        return Outcome(failure=reason, error=error)
 
     def _prune(self, content: Content, keep: Retention, *pinned: int) -> None:
-        """On rank 0: remove old checkpoints, apart from the best one, those of this step and the
-        `pinned` ones, and those that `keep` names; errors of the disk are ignored."""
+        """On rank 0: remove old checkpoints, apart from the best one, those of this step and of the
+        `pinned` steps, and those that `keep` names; errors of the disk are ignored."""
         best = content.facts.get("best") or {"step": content.step}
         with suppress(OSError):  # a folder that is not to be had now; the next save tries again
             schedule.prune(self._run.checkpoints, keep, [content.step, best["step"], *pinned])
@@ -368,11 +366,13 @@ class Checkpoints(Restorer):
         return True
 
     def _make_room(self, content: Content) -> None:
-        """On rank 0: remove all checkpoints but the newest `schedule.LEAST`, the best one so far,
-        and `keep.every`'s; nothing in a superseded attempt. Raise OSError as `is_newest`."""
+        """On rank 0: remove all checkpoints but the newest `schedule.LEAST_KEPT`, the best ones,
+        and those of ``keep_every``. In a superseded attempt remove none. Raise OSError if the
+        attempts or the checkpoints can't be listed."""
         if self._run.is_newest(self._attempt):
-            best = schedule.best_steps(self._run.checkpoints)  # this save may be of a new one
-            self._prune(content, Retention(schedule.LEAST, self._keep.every), *best)
+            # The best one on the disk, too: this save may be of a better one, and fail.
+            best = schedule.best_steps(self._run.checkpoints)
+            self._prune(content, Retention(schedule.LEAST_KEPT, self._keep.every), *best)
 
     def _superseded_error(self) -> SupersededError:
         """Return the error of an attempt that a later one has superseded."""
@@ -389,12 +389,12 @@ class Checkpoints(Restorer):
             self._journal.write(SaveFailed(content.step, outcome.failure))
             say(f"the checkpoint of step {content.step} could not be saved ({outcome.failure})")
         elif outcome.error is None:
-            since = self._awaited_since  # the training waits for it: that is a stall, too
+            since = self._awaited_since  # the time for which `settle` has waited is a stall, too
             stall_s = self.stall_s + (0.0 if since is None else time.monotonic() - since)
             times = round(stall_s, 4), round(took_s, 4)
             self._journal.write(CheckpointSaved(content.step, *times, outcome.size))
 
 
 def failure_of(error: Exception) -> Failure:
-    """Return an error in the form in which a rank sends it."""
+    """Return an error in the form in which a rank sends it to rank 0."""
     return Failure(getattr(error, "errno", None), str(error) or repr(error))

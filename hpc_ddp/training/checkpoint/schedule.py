@@ -30,7 +30,7 @@ RETRY_AFTER_S = 30.0  # from a save that fails to the next try, at most
 FIRST_AUTO_S = 30.0  # the first save is made early, to measure what one costs
 LONGEST_AUTO_S = 3600.0  # the longest interval that "auto" chooses
 PRIOR_S = 86_400.0  # as if one failure had been seen in a day
-LEAST = 2  # checkpoints, the newest, that are kept even where there is no space for another
+LEAST_KEPT = 2  # of the newest checkpoints, even where there is no space for another
 
 
 @dataclass
@@ -49,16 +49,16 @@ class BestValues:
     a better one could not be saved."""
 
     def __init__(self, best: Best | None = None) -> None:
-        """`best` is that of a checkpoint, None in a run without one."""
+        """Begin with `best`, that of the checkpoint that was loaded; None without a checkpoint."""
         self.best = best or Best()
-        self._saved = self.best  # the newest one that has a checkpoint
-        self._named: Best | None = None  # the one whose save is under way
-        self._unsaved_at: int | None = None  # the step of the best one's weights: its save failed
+        self._saved = self.best  # the newest best value that has a checkpoint
+        self._in_save: Best | None = None  # the best value whose save is under way
+        self._unsaved_at: int | None = None  # the step of `best`, if its save has failed
 
     def judge(self, value: float, higher: bool) -> bool:
-        """Note `value`: if it is better than all before, it becomes `best`, without a checkpoint
-        yet; else `best.stale` grows by 1. Return whether it is better. `higher`: greater values
-        are better. NaN is never the best value; the first value that is a number is."""
+        """Compare `value` with `best`. If it is better, put it into `best`, without a checkpoint
+        yet; else add 1 to `best.stale`. Return whether it is better. `higher`: greater values are
+        better. NaN is never better; the first value that is a number is."""
         best = self.best
         beats = best.value is None or (value > best.value if higher else value < best.value)
         is_best = beats and not math.isnan(value)
@@ -69,11 +69,11 @@ class BestValues:
             self.best = replace(best, stale=best.stale + 1)
         return is_best
 
-    def name(self, step: int) -> float | None:
-        """Note that the save of a step has begun: it is that of a best value without a checkpoint.
+    def begin_save(self, step: int) -> float | None:
+        """Note that the save of a step begins: a best value without a checkpoint gets this one.
 
-        If the save of that value has failed, and was of another step, its weights are gone: the one
-        before is the best again. Return the value that was lost so, else None.
+        If an earlier save of the best value has failed, at another step, its weights are gone: the
+        best value that was saved is `best` again. Return the value that was lost so, else None.
         """
         lost = None
         if self._unsaved_at not in (None, step):
@@ -81,15 +81,17 @@ class BestValues:
         self._unsaved_at = None
         if self.best.step is None and self.best.value is not None:
             self.best.step = step
-            self._named = self.best
+            self._in_save = self.best
         return lost
 
-    def settle(self, done: bool) -> None:
-        """Note that the save under way, if there is one, is `done`, or has failed."""
-        named, self._named = self._named, None
-        is_best = named is not None and named.step == self.best.step
-        if named and done:
-            self._saved = self.best if is_best else replace(named, stale=named.stale + 1)
+    def end_save(self, done: bool) -> None:
+        """Note that the save under way, if there is one, is `done`, or else has failed: `best` then
+        has no checkpoint, if it was to get this one."""
+        in_save, self._in_save = self._in_save, None
+        is_best = in_save is not None and in_save.step == self.best.step
+        if in_save and done:
+            # If a better value came during the save, it is one more value after the saved one.
+            self._saved = self.best if is_best else replace(in_save, stale=in_save.stale + 1)
         elif is_best:
             self._unsaved_at, self.best.step = self.best.step, None
 
@@ -104,25 +106,26 @@ def young_daly(stall_s: float, between_failures_s: float) -> float:
     return math.sqrt(2 * stall_s * between_failures_s)
 
 
-def between_failures(events: Sequence[JournalEvent]) -> float:
-    """Return the mean time between failures, in seconds, in a run's earlier attempts. One failure
-    in `PRIOR_S` seconds is added to theirs: without attempts the result is `PRIOR_S`.
+def time_between_failures(events: Sequence[JournalEvent]) -> float:
+    """Return the mean time between failures, in seconds, of a run's attempts in `events`, with one
+    failure in `PRIOR_S` seconds added to theirs: without attempts the result is `PRIOR_S`.
 
     A failure is an attempt that neither stopped nor finished: it lost its steps since its last
     save. Only attempts that made a step count.
     """
-    spent, failures = PRIOR_S, 1
+    spent_s, failures = PRIOR_S, 1
     for of_attempt in by_attempt(events).values():
         if last_event(of_attempt, FirstStep):
             times = [event.time for event in of_attempt]
-            spent += max(times) - min(times)
-            failures += last_event(of_attempt, Stopped, Finished) is None
-    return spent / failures
+            spent_s += max(times) - min(times)
+            if last_event(of_attempt, Stopped, Finished) is None:
+                failures += 1
+    return spent_s / failures
 
 
 def slowest_save(events: Sequence[JournalEvent]) -> float:
-    """Return how long the slowest save of a run's earlier attempts took, in seconds; `FIRST_SAVE_S`
-    if there was none.
+    """Return how long the slowest of the saves in `events` took, in seconds; `FIRST_SAVE_S` if
+    there was none.
 
     The time for which a save held the training up is included: the first save of a process also
     locks memory, which takes CUDA around 0.4 s per GB. Time in which the training waited for the
@@ -163,10 +166,10 @@ class SaveSchedule:
         self._checkpoints, self._rank = checkpoints, rank
         self._every_steps = every_steps
         self._newest_step: int | None = None  # of the last call of `note_step`
-        self._auto = isinstance(every, str)
-        self._every = FIRST_AUTO_S if isinstance(every, str) else every
+        self._is_auto = isinstance(every, str)  # and the interval has not been chosen yet
+        self._every_s = FIRST_AUTO_S if isinstance(every, str) else every
         self._between_failures_s = failure_interval_s
-        self._last = time.monotonic()  # when the last save began
+        self._save_began = time.monotonic()  # the last one
         self._slowest_before_s = slowest_save_s
 
     def note_step(self, step: int) -> bool:
@@ -192,39 +195,39 @@ class SaveSchedule:
         """
         if self._rank != 0 or self._checkpoints.in_flight:
             return False
-        since = time.monotonic() - self._last
-        every = (
-            min(self._every or RETRY_AFTER_S, RETRY_AFTER_S)
-            if self._checkpoints.failed
-            else self._every
-        )
-        return every is not None and since >= every
+        since_s = time.monotonic() - self._save_began
+        every_s = self._every_s
+        if self._checkpoints.failed:  # None and 0 count as `RETRY_AFTER_S`
+            every_s = min(self._every_s or RETRY_AFTER_S, RETRY_AFTER_S)
+        return every_s is not None and since_s >= every_s
 
-    def saved(self) -> None:
-        """Start the clock anew; called when a save has begun. With ``"auto"``, rank 0 chooses and
-        prints the interval, once, as soon as a save is measured."""
-        self._last = time.monotonic()
-        if self._auto and self._rank == 0 and self._checkpoints.slowest_save_s:
-            self._auto = False
+    def note_save(self) -> None:
+        """Note that a save begins, from which the clock counts. With ``"auto"`` rank 0 chooses and
+        prints the interval, once, as soon as an earlier save has been measured."""
+        self._save_began = time.monotonic()
+        if self._is_auto and self._rank == 0 and self._checkpoints.slowest_save_s:
+            self._is_auto = False
             self._choose_interval(self._checkpoints.stall_s)
 
     def save_s(self) -> float:
         """Return how long a save that begins now may take until it is durable, in seconds: as long
-        as the slowest one of this attempt, or `slowest_save_s` before the first. The time is
-        doubled while another save is under way."""
-        slowest = self._checkpoints.slowest_save_s or self._slowest_before_s
-        return slowest * (2 if self._checkpoints.in_flight else 1)
+        as the slowest one of this attempt, or the `slowest_save_s` of the start before the first
+        one. While a save is under way, for which the new one waits, it is twice as long."""
+        slowest_s = self._checkpoints.slowest_save_s or self._slowest_before_s
+        return slowest_s * (2 if self._checkpoints.in_flight else 1)
 
     def _choose_interval(self, stall_s: float) -> None:
         """Set the interval between saves by `young_daly`, for saves that hold the training up for
         `stall_s` seconds, and print it. It is four times the slowest save at least, and
         `LONGEST_AUTO_S` at most."""
-        best = young_daly(stall_s, self._between_failures_s)
+        best_s = young_daly(stall_s, self._between_failures_s)
         # The disk is to be idle for most of the time, whatever the formula says.
-        self._every = every = min(max(best, 4 * self._checkpoints.slowest_save_s), LONGEST_AUTO_S)
-        cost = stall_s / every + every / 2 / self._between_failures_s
+        least_s = 4 * self._checkpoints.slowest_save_s
+        self._every_s = every_s = min(max(best_s, least_s), LONGEST_AUTO_S)
+        # Shares of the time: in saves, and lost by failures, half an interval each on average.
+        cost = stall_s / every_s + every_s / 2 / self._between_failures_s
         say(
-            f"saving every {every:.0f} s: a save holds the training up for {stall_s:.3f} s, and a"
+            f"saving every {every_s:.0f} s: a save holds the training up for {stall_s:.3f} s, and a"
             f" failure is expected every {self._between_failures_s / 3600:.1f} h; together"
             f" {100 * cost:.2g} % of the time"
         )
@@ -243,24 +246,27 @@ class Retention:
 
 
 def best_steps(folder: Path) -> list[int]:
-    """Return the step of the best checkpoint, by the manifest of the newest one in `folder`; []
-    where it names none, or can't be read. Raise OSError if the folder can't be listed."""
-    for newest in published(folder)[:1]:
+    """Return the step of the best checkpoint, in a list, by the manifest of the newest checkpoint
+    in `folder`; [] where that names none or can't be read, and without a checkpoint. Raise OSError
+    if the folder can't be listed."""
+    newest_first = published(folder)
+    best = None
+    if newest_first:
         with suppress(OSError, ValueError):
-            best = read_manifest(newest).get("best")
-            return [best["step"]] if best else []
-    return []
+            best = read_manifest(newest_first[0]).get("best")
+    return [best["step"]] if best else []
 
 
 def prune(folder: Path, keep: Retention, pinned: Collection[int] = ()) -> None:
-    """Remove the checkpoints in `folder` that `keep` does not name. One on its way out (`.old-`)
-    goes, too, unless it is the only one of its step, and so counts like the others.
+    """Remove the checkpoints in `folder` that `keep` does not name. A replaced one (`.old-`) is
+    removed, too; if no other one has its step, it counts like the others.
 
     Checkpoints of the steps in `pinned`, such as the best one's, stay at any age. Raise OSError if
     the folder can't be listed; a checkpoint that can't be removed stays.
     """
     paths = candidates(folder)
-    by_step = {step_of(path): path for path in reversed(paths)}  # `.old-` comes first
+    # From the oldest on, in which order an `.old-` comes before the one that has replaced it.
+    by_step = {step_of(path): path for path in reversed(paths)}
     newest_first = [*reversed(by_step.values())]
     stays = set(newest_first[: keep.last])
     stays |= {path for path in newest_first if step_of(path) in pinned}

@@ -1,13 +1,12 @@
-"""State of the user's objects: taking it out, checking it, putting it back.
+"""State of the script's objects, taken out and checked.
 
-Names are a person's: ``model.fc.weight``, ``optimizer.state.model.fc.weight.exp_avg``. So what was
-trained under one wrapper is found again under another.
+Tensors are named as a person would, without wrappers: ``model.fc.weight``,
+``optimizer.state.model.fc.weight.exp_avg``. So a model can be loaded under another wrapper.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -21,9 +20,7 @@ from hpc_ddp.core.errors import UsageError
 from hpc_ddp.training.checkpoint import optimizer_state
 from hpc_ddp.training.checkpoint.plain_state import kind_of, refusal, take_apart
 from hpc_ddp.training.checkpoint.storage.layout import OWN
-from hpc_ddp.training.checkpoint.storage.shards import LocalShard, rows, shard, share_of, whole
-from hpc_ddp.training.models.dtensor import is_sharded, place_among_copies, reshard
-from hpc_ddp.training.models.mesh import ParallelDims
+from hpc_ddp.training.models.dtensor import is_sharded, reshard
 from hpc_ddp.training.models.trained import TrainedParameters, parameters_of
 
 VERSIONS = "<versions>"  # of a module's state dict, by the names of its parts, beside it
@@ -143,7 +140,8 @@ def collect(
     UsageError
         an object has no state_dict or load_state_dict, or has its state on one rank alone
     HpcDdpError
-        ``weights_only`` would refuse to load an entry again, which the error names
+        ``weights_only`` would refuse to load an entry again, which the error names; or an
+        optimizer's DTensor can't be loaded (`_check_shards`)
     """
     for plain in map(unwrap, objects.values()):
         if isinstance(plain, torch.nn.Module):
@@ -161,40 +159,65 @@ def collect(
                 " load_state_dict, and random generators",
                 hint="for a best value there is run.best",
             )
-        content = _content_of(name, plain, labels, state, trained, untracked.get(name, {}))
+        content = _take_content(name, plain, labels, state, trained, untracked.get(name, {}))
         tensors: dict[str, torch.Tensor] = {}
-        tree = state.private_tree if name in per_rank else state.tree
+        is_private = name in per_rank
+        tree = state.private_tree if is_private else state.tree
         tree[name] = take_apart(content, name, tensors, devices)
         state.tensors.update(tensors)
-        if tree is state.tree and not isinstance(plain, Optimizer):
-            of_ranks = state.trained | state.frozen | state.buffers
-            apart = {k: t for k, t in tensors.items() if k not in of_ranks and not is_sharded(t)}
-            if apart or not isinstance(plain, torch.nn.Module):
-                state.rank_0_objects[name] = apart
-        prefixes = ("",) if name in per_rank else tuple(f"{name}.state.{n}." for n in ignored)
+        if not is_private and not isinstance(plain, Optimizer):
+            _note_rank_0_object(name, plain, tensors, state)
+        # Each rank saves these tensors for itself.
+        prefixes = ("",) if is_private else tuple(f"{name}.state.{n}." for n in ignored)
         private = {key for key in tensors if key in ignored or key.startswith(prefixes)}
         if isinstance(plain, Optimizer):
-            places = optimizer_state.own_places(name, untracked[name])
-            state.buffers.update(key for key in tensors if key.startswith(places))
-            _check_shards(tensors, state.trained | state.buffers)
+            _note_untracked_state(name, tensors, untracked[name], state)
             # A plain tensor beside a shard, as of an optimizer that takes `to_local`.
             shards = optimizer_state.places_of_shards(name, plain, labels)
             private |= {key for key, t in tensors.items() if t.shape and key.startswith(shards)}
         state.private.update(key for key in private if not is_sharded(tensors[key]))
-        if isinstance(plain, Optimizer) and tree is state.tree:  # an expert may lack it elsewhere
-            states = tree[name]["state"]
-            if of_rank := {label: states.pop(label) for label in ignored & states.keys()}:
-                state.private_tree[name] = {"state": of_rank}
+        if isinstance(plain, Optimizer) and not is_private:
+            _move_ignored_state(name, ignored, state)
     state.replicated.update(state.trained, state.frozen)
     return state
+
+
+def _note_rank_0_object(
+    name: str, plain: Any, tensors: Mapping[str, torch.Tensor], state: State
+) -> None:
+    """Add the object `name`, which is no optimizer, to `state.rank_0_objects`, with those of its
+    `tensors` that are neither parameters nor buffers, nor sharded. A module without such tensors is
+    not added."""
+    of_ranks = state.trained | state.frozen | state.buffers
+    further = {k: t for k, t in tensors.items() if k not in of_ranks and not is_sharded(t)}
+    if further or not isinstance(plain, torch.nn.Module):
+        state.rank_0_objects[name] = further
+
+
+def _note_untracked_state(
+    name: str, tensors: Mapping[str, Any], untracked: Collection[str], state: State
+) -> None:
+    """Add those `tensors` of the optimizer `name` that belong to `untracked` parameters to
+    `state.buffers`. Raises as `_check_shards`."""
+    places = optimizer_state.own_places(name, untracked)
+    state.buffers.update(key for key in tensors if key.startswith(places))
+    _check_shards(tensors, state.trained | state.buffers)
+
+
+def _move_ignored_state(name: str, ignored: Set[str], state: State) -> None:
+    """Move the state that the optimizer `name` has for parameters which DDP ignores from
+    `state.tree` to `state.private_tree`: another rank may have none, as for an expert."""
+    states = state.tree[name]["state"]
+    if of_rank := {label: states.pop(label) for label in ignored & states.keys()}:
+        state.private_tree[name] = {"state": of_rank}
 
 
 def untracked_parameters(
     objects: Mapping[str, Any], labels: Mapping[int, str]
 ) -> dict[str, dict[str, torch.Tensor]]:
-    """Return, for each optimizer among `objects` by name, the parameters that it trains and that no
-    tracked object has, by their names. `labels` are as `labels_of` returns them. Raises as
-    `take_apart`."""
+    """Return, for each optimizer among `objects`, by its name, the parameters that it trains and
+    that no tracked object has, by their names; {} for an optimizer without any. `labels` has the
+    names of modules' parameters (`labels_of`). Raises as `take_apart`."""
     things = {name: unwrap(wrapped) for name, wrapped in objects.items()}
     optimizers = {name: plain for name, plain in things.items() if isinstance(plain, Optimizer)}
     parameters = chain.from_iterable(map(parameters_of, optimizers.values()))
@@ -211,7 +234,7 @@ def untracked_parameters(
     }
 
 
-def _content_of(
+def _take_content(
     name: str,
     plain: Any,
     labels: Mapping[int, str],
@@ -219,12 +242,13 @@ def _content_of(
     trained: TrainedParameters,
     untracked: Mapping[str, torch.Tensor],
 ) -> Any:
-    """Return the state dict of the object `name`, and add its tensors to the sets of names in
-    `state`. Raise UsageError for an optimizer that has its state on one rank alone.
+    """Return the state dict of the object `name`, and add names of its tensors to sets in `state`
+    (`trained`, `frozen`, `buffers`, `large_buffers`). Raise UsageError for an optimizer that has
+    its state on one rank alone, or a state dict of another form.
 
-    An optimizer's dict has parameters by name (`optimizer_state`); a module's has `plain_name`s,
-    and the entries `BESIDE`; any other stays as it is. `untracked` has those of an optimizer's
-    parameters that no tracked object has.
+    An optimizer's dict has parameters by name (`optimizer_state`), for which `labels` has the names
+    by ids, and `untracked` the parameters that no tracked object has. A module's dict is that of
+    `_content_of_module`. Any other stays as it is.
     """
     if hasattr(plain, "consolidate_state_dict"):
         raise UsageError(
@@ -234,11 +258,20 @@ def _content_of(
         )
     content: Any = trained.state_of(plain)
     if isinstance(plain, Optimizer):
-        state.trained.update(optimizer_state.like_parameters(name, plain, labels, untracked))
-        content = optimizer_state.by_label(plain, content, labels, untracked)
+        state.trained.update(optimizer_state.names_like_parameters(name, plain, labels, untracked))
+        content = optimizer_state.label_state(plain, content, labels, untracked)
         return content | {optimizer_state.SETTINGS: trained.settings(plain)}
-    if not isinstance(plain, torch.nn.Module):
-        return content
+    if isinstance(plain, torch.nn.Module):
+        _note_module_tensors(name, plain, state, trained)
+        return _content_of_module(plain, content, trained)
+    return content
+
+
+def _note_module_tensors(
+    name: str, plain: torch.nn.Module, state: State, trained: TrainedParameters
+) -> None:
+    """Add the names of the parameters and buffers of the module `name` to sets in `state`. A
+    parameter without gradients counts as trained, too, if `trained` knows it."""
     numbers = trained.ids()
     for key, parameter in plain.named_parameters(remove_duplicate=False):
         is_trained = parameter.requires_grad or id(parameter) in numbers
@@ -247,6 +280,13 @@ def _content_of(
         state.buffers.add(f"{name}.{plain_name(key)}")
         if buffer.layout == torch.strided and buffer.nbytes >= LARGE_BUFFER:
             state.large_buffers.add(f"{name}.{plain_name(key)}")
+
+
+def _content_of_module(
+    plain: torch.nn.Module, content: Mapping[str, Any], trained: TrainedParameters
+) -> dict[str, Any]:
+    """Return a module's state dict `content` with `plain_name`s. Add the versions of its parts
+    under `VERSIONS`, and, if the loop has changed flags, these under `GRADIENTS` and `MODES`."""
     versions = {part: facts.get("version") for _, part, facts in metadata_of(content)}
     changes = {plain_name(key): needed for key, needed in trained.changes_of(plain).items()}
     modes = {plain_part(key): mode for key, mode in trained.modes_of(plain).items()}
@@ -257,91 +297,26 @@ def _content_of(
 
 def _check_shards(tensors: Mapping[str, Any], like_parameters: Container[str]) -> None:
     """Raise HpcDdpError for an optimizer's DTensor that would be loaded as plain numbers: its
-    shards are of a subclass, as of 8 bits, or it is not in `like_parameters`."""
-    for name, tensor in ((key, one) for key, one in tensors.items() if is_sharded(one)):
+    shards are of a subclass, as of 8 bits, or its name is not in `like_parameters` though it has
+    several numbers."""
+    for name, tensor in tensors.items():
+        if not is_sharded(tensor):
+            continue
         if is_traceable_wrapper_subclass(tensor.to_local()):
             raise refusal(name, f"a DTensor of {kind_of(tensor.to_local())}")
         if name not in like_parameters and tensor.numel() > 1:
             raise refusal(name, "a DTensor of another shape than its parameter")
 
 
-def my_parts(state: State, dims: ParallelDims) -> dict[str, LocalShard]:
-    """Return the parts of the tensors that this rank writes, by name. All ranks of a stage have the
-    same names in `state`, apart from private tensors.
-
-    Sharded tensors (FSDP2, tensor parallel): its own shard; of equal shards one rank's
-    (`_my_copies`).
-    Private tensors, of which each rank has its own: all of each, as ``NAME@rank``.
-    Replicated tensors: whole rows, by its share of all bytes (`share_of`); frozen ones apart from
-    others.
-    Buffers: its own, as ``NAME@rank``; the first rank of the stage writes ``NAME``, from which a
-    run on another number of ranks goes on.
-    Any other tensor: all of it on the first rank of the stage, nothing on others.
-    A part without numbers is left out, unless it is ``NAME@rank``, or on the first rank of the
-    stage: so a tensor without any is stored once.
-
-    Raise HpcDdpError for a DTensor with a pending reduction.
-    """
-    shared = {name: tensor.nbytes for name, tensor in state.equal.items()}
-    rank, size = dims.stage_rank, dims.stage_size
-    totals = Counter[bool]()
-    for name, nbytes in shared.items():
-        totals[name in state.frozen] += nbytes
-    edges = {kind: share_of(n, rank, size) for kind, n in totals.items()}
-    copies = _my_copies(state, dims)
-    parts: dict[str, LocalShard] = {}
-    for name, tensor in state.tensors.items():
-        if is_sharded(tensor):
-            if name in copies:
-                parts[name] = shard(tensor)
-        elif name in state.private:
-            parts[f"{name}{OWN}"] = whole(tensor)
-        elif length := shared.get(name):
-            low, high = edges[is_frozen := name in state.frozen]
-            if part := rows(tensor, low, high):
-                parts[name] = part
-            edges[is_frozen] = (low - length, high - length)
-        elif rank == 0:
-            parts[name] = whole(tensor)
-        elif name in state.buffers:
-            parts[f"{name}{OWN}"] = whole(tensor)
-    is_empty = {name: not part.numbers.numel() for name, part in parts.items()}
-    return {n: part for n, part in parts.items() if rank == 0 or n.endswith(OWN) or not is_empty[n]}
-
-
-def _my_copies(state: State, dims: ParallelDims) -> set[str]:
-    """Return the names of the DTensors of which this rank writes its part. Raises as `my_parts`.
-
-    One of several ranks with equal parts, as those of replicas, writes a part; the parts are shared
-    out by bytes (`share_of`), frozen ones apart. All ranks compute this alike, without messages.
-    """
-    places: dict[str, tuple[Any, int, int, int]] = {}  # with the bytes, number and count of copies
-    totals = Counter[Any]()
-    for name, tensor in state.tensors.items():
-        if is_sharded(tensor) and (place := place_among_copies(tensor, dims)):
-            sharded: Any = tensor
-            equals = tuple(placement.is_replicate() for placement in sharded.placements)
-            group = sharded.device_mesh, equals, name in state.frozen
-            nbytes = sharded.to_local().nbytes
-            places[name] = group, nbytes, *place
-            totals[group] += nbytes
-    names, begins = set(), Counter[Any]()
-    for name, (group, nbytes, number, count) in places.items():
-        low, high = share_of(totals[group], number, count)
-        if low <= begins[group] < high if nbytes else number == 0:
-            names.add(name)
-        begins[group] += nbytes
-    return names
-
-
 def ignored_by_ddp(objects: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the name and the tensor of each parameter and buffer that DDP leaves to each rank
-    (experts, parts of an embedding). Sharded ones are left out: each rank saves its part anyway. So
-    are the buffers of a model with no such parameter: tables that are alike on all ranks."""
+    """Yield the name and the tensor of each parameter and buffer of the modules among `objects`
+    that DDP leaves to each rank (experts, parts of an embedding). Sharded ones are left out: each
+    rank saves its shard anyway. So are the buffers of a model with no such parameter: tables that
+    are alike on all ranks."""
     plain = {name: unwrap(wrapped) for name, wrapped in objects.items()}
     for name, model in plain.items():
         parts = model.named_modules(prefix=name) if isinstance(model, torch.nn.Module) else ()
-        for place, module in parts:  # an average has the model in it
+        for place, module in parts:  # a part may be the DDP one, as the model in an average
             keys = set(map(plain_name, getattr(module, "_ddp_params_and_buffers_to_ignore", ())))
             tensors = dict(module.named_parameters(remove_duplicate=False)) if keys else {}
             if any(plain_name(key) in keys for key in tensors):
@@ -352,8 +327,8 @@ def ignored_by_ddp(objects: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tens
 
 
 def merge_trees(first: Any, second: Any, key: object = None) -> Any:
-    """Return one tree from two: those of two pipeline stages, or that of all ranks and what this
-    rank has alone.
+    """Return one tree from two: from those of two pipeline stages, or from the tree of all ranks
+    and that which this rank has alone.
 
     Dicts are united by key, lists of dicts entry by entry; a list under the key ``params`` gets the
     entries of `second` that it lacks. In place of anything else there is `first`. `key` is that of
@@ -378,7 +353,7 @@ def plain_name(key: str) -> str:
 
 def plain_part(key: str) -> str:
     """Return the name of a part of a module without what torch's `WRAPPERS` put into it."""
-    return plain_name(f"{key}.")[:-1]
+    return plain_name(f"{key}.")[:-1]  # the part's own name may end with a wrapper's
 
 
 def labels_of(objects: Mapping[str, Any]) -> dict[int, str]:

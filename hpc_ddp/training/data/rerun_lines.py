@@ -11,7 +11,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from hpc_ddp.training.checkpoint.optimizer_state import in_place
+from hpc_ddp.training.checkpoint.optimizer_state import overwrite_tensors
 
 if TYPE_CHECKING:
     from hpc_ddp.training.data.call_order import CallOrder
@@ -166,7 +166,7 @@ def _put_settings(thing: Any, settings: dict[str, Any]) -> None:
                 if isinstance(group[key], torch.Tensor):
                     group[key].data.copy_(torch.as_tensor(setting))
                 else:
-                    group[key] = in_place(group[key], setting)
+                    group[key] = overwrite_tensors(group[key], setting)
     else:
         thing.load_state_dict(settings)
 

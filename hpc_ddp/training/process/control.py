@@ -23,19 +23,21 @@ class Control:
     """
 
     def __init__(self, info: DistEnv, timeout: timedelta) -> None:
+        """Make a gloo group of all ranks, a collective; `info` has this process's rank, `timeout`
+        is the longest wait for a peer. Raise RuntimeError if a peer is gone."""
         self.rank = info.rank
         self.world_size = info.world_size
         self.timeout = timeout
         self._group: Any = dist.new_group(backend="gloo", timeout=timeout)
 
     def start_max(self, values: torch.Tensor) -> Any:
-        """Begin to replace a CPU tensor by its maximum over ranks; return work whose `wait` returns
-        once the maximum is there."""
+        """Begin to replace a CPU tensor, number by number, by its maximum over ranks. Return work
+        whose `wait` returns once the maximum is there: until then the tensor is not to be used."""
         return dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
 
     def start_gather(self, values: torch.Tensor) -> tuple[list[torch.Tensor], Any]:
-        """Begin to send a CPU tensor to rank 0; return all ranks' tensors there ([] elsewhere), and
-        work whose `wait` comes before reading them.
+        """Begin to send a CPU tensor to rank 0. Return all ranks' tensors on rank 0, by rank, [] on
+        other ranks; and work whose `wait` returns once the tensors are there.
 
         `values` has the same shape and type on all ranks, and must not change before `wait`
         returns.
@@ -46,7 +48,8 @@ class Control:
         return tensors, self._begin_gather(values, tensors)
 
     def _begin_gather(self, values: torch.Tensor, tensors: list[torch.Tensor]) -> Any:
-        """Begin to write all ranks' values into rank 0's `tensors` ([] elsewhere); return work."""
+        """Begin to write all ranks' `values` into rank 0's `tensors` ([] on other ranks); return
+        work whose `wait` returns once they are there."""
         return dist.gather(values, tensors or None, dst=0, group=self._group, async_op=True)
 
     def sum(self, values: torch.Tensor) -> None:
@@ -54,17 +57,17 @@ class Control:
         dist.all_reduce(values, group=self._group)
 
     def from_first(self, message: Any) -> Any:
-        """Return rank 0's message, which can be pickled, on every rank."""
+        """Return rank 0's message, which can be pickled, on every rank; other ranks' `message` is
+        ignored."""
         box = [message]
         dist.broadcast_object_list(box, src=0, group=self._group)
         return box[0]
 
     def to_first(self, message: Any) -> list[Any]:
-        """Return every rank's message (it can be pickled) on rank 0, by rank; an empty list
-        elsewhere."""
-        box: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
-        dist.gather_object(message, box, dst=0, group=self._group)
-        return box or []
+        """Return every rank's message (it can be pickled) on rank 0, by rank; [] on other ranks."""
+        messages: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
+        dist.gather_object(message, messages, dst=0, group=self._group)
+        return messages or []
 
     def barrier(self) -> None:
         """Wait until all ranks have called it."""

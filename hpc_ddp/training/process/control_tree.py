@@ -41,8 +41,10 @@ class Level:
 
 
 def ranks_of_levels(rank: int, world_size: int, fanout: int) -> list[list[int]]:
-    """Return the ranks of each group that a rank is in, from the lowest one up."""
-    groups, stride = [], 1
+    """Return the ranks of each group that a rank is in, from the lowest level up. A group has
+    `fanout` ranks, the last one of a level maybe fewer; its first rank is also in a group of the
+    next level."""
+    groups, stride = [], 1  # a group of level n has every `fanout` ** n-th rank
     while stride < world_size and rank % stride == 0:
         first = rank - rank % (stride * fanout)
         groups.append(list(range(first, min(first + stride * fanout, world_size), stride)))
@@ -54,12 +56,13 @@ class TreeControl(Control):
     """The messages of `Control`, with the same results; a sum of floating-point numbers is added up
     in another order, which is the same in each run with as many ranks.
 
-    A thread of this object carries them out, in the order of the calls.
+    A thread of this object makes the collectives, in the order of the calls. All methods but
+    `start_max` and `start_gather` wait for the thread.
     """
 
     def __init__(self, info: DistEnv, timeout: timedelta) -> None:
-        """Make the groups that this rank is in, and start the thread; all ranks do so at the same
-        time."""
+        """Make the groups that this rank is in, a collective, and start the thread. `timeout` is
+        the longest wait for a peer. Raise RuntimeError if a peer is gone."""
         self.rank, self.world_size, self.timeout = info.rank, info.world_size, timeout
         levels = ranks_of_levels(self.rank, self.world_size, FANOUT)
         self._levels = [Level(ranks, _new_group(ranks, timeout)) for ranks in levels]
@@ -105,12 +108,12 @@ class TreeControl(Control):
             dist.broadcast(values, src=level.ranks[0], group=level.group)
 
     def _gather(self, values: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
-        """Write all ranks' values into the `tensors` of rank 0.
+        """Write all ranks' values into the `tensors` of rank 0 ([] on other ranks).
 
-        Each rank of a group sends a row for itself and each rank below it, and zeros up to the rows
-        of the group's largest: only its last rank may have fewer, so the zeros come last.
+        At each level a rank sends a row for itself and each rank below it. All ranks of a group
+        send as many rows: the last one, which may have fewer, adds zeros, which so come last.
         """
-        rows, size = values.detach().unsqueeze(0), 1
+        rows, size = values.detach().unsqueeze(0), 1  # size: rows that a rank sends
         for level in self._levels:
             block = torch.zeros(size, *values.shape, dtype=values.dtype, device="cpu")
             block[: len(rows)] = rows
@@ -118,29 +121,29 @@ class TreeControl(Control):
             blocks = [torch.empty_like(block) for _ in level.ranks] if is_first else None
             dist.gather(block, blocks, dst=level.ranks[0], group=level.group)
             rows, size = torch.cat(blocks or [block]), size * FANOUT
-        for tensor, row in zip(tensors, rows, strict=False):  # the rest is filling
+        for tensor, row in zip(tensors, rows, strict=False):  # further rows are the zeros
             tensor.copy_(row)
 
     def _broadcast_object(self, message: T) -> T:
-        """Return rank 0's value."""
+        """Return rank 0's message on every rank."""
         box = [message]
         for level in reversed(self._levels):
             dist.broadcast_object_list(box, src=level.ranks[0], group=level.group)
         return box[0]
 
     def _gather_objects(self, message: T) -> list[T]:
-        """Return all ranks' values on rank 0, by rank; [] elsewhere."""
-        values = [message]
+        """Return all ranks' messages on rank 0, by rank; [] on other ranks."""
+        messages = [message]  # of this rank and the ranks below it
         for level in self._levels:
             is_first = self.rank == level.ranks[0]
-            box: list[Any] | None = [None] * len(level.ranks) if is_first else None
-            dist.gather_object(values, box, dst=level.ranks[0], group=level.group)
-            values = [entry for entries in box or [] for entry in entries]
-        return values
+            lists: list[Any] | None = [None] * len(level.ranks) if is_first else None
+            dist.gather_object(messages, lists, dst=level.ranks[0], group=level.group)
+            messages = [entry for entries in lists or [] for entry in entries]
+        return messages
 
 
 def _new_group(ranks: Sequence[int], timeout: timedelta) -> Any:
-    """Make a Gloo group, for which its own ranks alone are needed."""
+    """Make a Gloo group, and return it: a collective of its own ranks, not of all ranks."""
     return dist.new_group(
         list(ranks), backend="gloo", timeout=timeout, use_local_synchronization=True
     )
@@ -184,8 +187,9 @@ class _CallQueue:
 
 
 def open_control(info: DistEnv, timeout: timedelta) -> Control:
-    """Return a `Control` of the ranks of the default process group, which wait `timeout` for each
-    other at most: a tree for more than `MOST_IN_ONE_GROUP`. All ranks call it at the same time."""
+    """Return a new `Control` of the ranks of the default process group, which wait `timeout` for
+    each other at most: a tree for more than `MOST_IN_ONE_GROUP` ranks. It is a collective. Raise
+    RuntimeError if a peer is gone."""
     if info.world_size > MOST_IN_ONE_GROUP:
         return TreeControl(info, timeout)
     return Control(info, timeout)

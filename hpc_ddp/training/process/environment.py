@@ -32,7 +32,7 @@ class DistEnv:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] = os.environ) -> DistEnv:
-        """Read torchrun's variables; without ``RANK`` return a world of one.
+        """Return rank and world size by torchrun's variables; without ``RANK`` a world of one.
 
         Raises
         ------
@@ -76,8 +76,14 @@ class LaunchEnv:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] = os.environ) -> LaunchEnv:
-        """Read the ``HPC_DDP_*`` variables. Raise UsageError for a value that is no number where it
-        has to be one, and for a run without ``HPC_DDP_ATTEMPT``."""
+        """Return the values of the ``HPC_DDP_*`` variables, of which those of a run in which this
+        process must not train count as not set (`_without_foreign_run`). `stem` is by
+        ``sys.argv``; without a variable `node` is this host, `runs` is ``runs`` in the working
+        folder.
+
+        Raise UsageError for a value that is no number where it has to be one, and for a run without
+        ``HPC_DDP_ATTEMPT``.
+        """
         environ = _without_foreign_run(environ)
         run, notice = environ.get("HPC_DDP_RUN"), environ.get("HPC_DDP_NOTICE")
         local_notice = environ.get("HPC_DDP_LOCAL_NOTICE")
@@ -92,17 +98,18 @@ class LaunchEnv:
             end_time=_seconds(environ, "HPC_DDP_END_TIME"),
             save_every=auto or _seconds(environ, "HPC_DDP_SAVE_EVERY"),
             hang_after=_seconds(environ, "HPC_DDP_HANG_AFTER"),
-            profile=_parse(environ, "HPC_DDP_PROFILE", _window, "two steps, like 10:15"),
+            profile=_parse_variable(environ, "HPC_DDP_PROFILE", _window, "two steps, like 10:15"),
             backend=environ.get("HPC_DDP_BACKEND") or None,
             runs=Path(os.path.expanduser(environ.get("HPC_DDP_RUNS") or "runs")).absolute(),
             stem=script if script not in ("", "-", "-c") else "python",
-            is_within=bool(run) and _worker(environ) not in ("", str(os.getpid())),
+            is_within=bool(run) and _worker_pid(environ) not in ("", str(os.getpid())),
         )
 
 
 def _without_foreign_run(environ: Mapping[str, str]) -> Mapping[str, str]:
-    """Return `environ`, without the variables of the run where this process must not train in it
-    (`_may_train_in`): it would write into a live run's folder."""
+    """Return `environ`. Where this process must not train in the run that it names
+    (`_may_train_in`), since it would write into a live run's folder, leave out the variables of
+    this run."""
     if "HPC_DDP_RUN" not in environ or _may_train_in(environ):
         return environ
     of_attempt = ("RUN", "NOTICE", "LOCAL_NOTICE", "END_TIME", "PROFILE")
@@ -111,22 +118,23 @@ def _without_foreign_run(environ: Mapping[str, str]) -> Mapping[str, str]:
 
 
 def _may_train_in(environ: Mapping[str, str]) -> bool:
-    """Return whether this process may train in the run that `environ` names: a worker, or a process
-    that the worker's script starts before it trains. Not one below a process that trains
-    (`take_run`), one in another Slurm job (``sbatch eval.sbatch``), or clean-up lines."""
+    """Return whether this process may train in the run that `environ` names. A worker may, and a
+    process that a worker's script starts, unless a process above it trains (`take_run`) or it is in
+    another Slurm job (``sbatch eval.sbatch``). Clean-up lines of a job may not."""
     if environ.get(TRAINER) not in (None, str(os.getpid())):
         return False
-    if WORKER not in environ:  # a library of an older version did not set it for its workers
+    if WORKER not in environ:  # an older version of hpc-ddp did not set it for its workers
         return "HPC_DDP_NODE_FOLDER" in environ
     job = environ[WORKER].partition(" ")[2]
-    # A script may remove the variable, for a library that would take Slurm for its launcher.
+    # A script may remove SLURM_JOB_ID, for a library that would take Slurm for its launcher.
     return environ.get("SLURM_JOB_ID", job) == job
 
 
 def take_run(env: LaunchEnv) -> None:
-    """Note that this process trains in the worker's run; nothing under a plain start. Raise
-    UsageError where this process has done so before, or another process of the worker's script has
-    ended its training in the run (`mark_trained`)."""
+    """Note in this process's environment, which its children inherit, that it trains in the
+    worker's run; do nothing under a plain start. Raise UsageError where this process has done so
+    before, or another process of the worker's script has ended its training in the run
+    (`mark_trained`)."""
     if env.run is None:
         return
     if TRAINER in os.environ:
@@ -134,7 +142,7 @@ def take_run(env: LaunchEnv) -> None:
             "a second training has begun in a process that hpc-ddp has started; accepted: one",
             hint="each training (a fold, a seed) as a run of its own: hpc-ddp sweep",
         )
-    if _mark().exists():
+    if _mark_path().exists():
         raise UsageError(
             "a second process of this worker has begun a training in the run; accepted: one",
             hint="each stage as a run of its own: hpc-ddp submit --dependency afterok:JOB",
@@ -143,19 +151,20 @@ def take_run(env: LaunchEnv) -> None:
 
 
 def mark_trained(env: LaunchEnv) -> None:
-    """Note, by a file for a later process of this worker's script, that the training in the run has
-    ended; nothing in the worker itself. A disk that refuses the file is passed over."""
+    """Note, by a file for later processes of this worker's script, that the training in the run has
+    ended. Do nothing in the worker itself, of which there is no later process. A disk that refuses
+    the file is passed over."""
     with suppress(OSError):
         if env.is_within:
-            _mark().touch()
+            _mark_path().touch()
 
 
-def _mark() -> Path:
+def _mark_path() -> Path:
     """Return the path of the file of `mark_trained`, in the folder of this node's attempt."""
-    return Path(os.environ.get("HPC_DDP_NODE_FOLDER", "."), f"trained-{_worker(os.environ)}")
+    return Path(os.environ.get("HPC_DDP_NODE_FOLDER", "."), f"trained-{_worker_pid(os.environ)}")
 
 
-def _worker(environ: Mapping[str, str]) -> str:
+def _worker_pid(environ: Mapping[str, str]) -> str:
     """Return the process id of the worker whose variables these are, '' where it is not known."""
     return environ.get(WORKER, "").partition(" ")[0]
 
@@ -174,16 +183,16 @@ def _number(environ: Mapping[str, str], name: str) -> int:
 def _seconds(environ: Mapping[str, str], name: str) -> float | None:
     """Return a variable in seconds, None where it is empty or not set; raise UsageError if it is no
     number."""
-    return _parse(environ, name, float, "a number of seconds")
+    return _parse_variable(environ, name, float, "a number of seconds")
 
 
 def _window(text: str) -> tuple[int, ...]:
-    """Return the whole numbers of a text like ``10:15``, as many as it has; raise ValueError if one
-    is none."""
+    """Return the whole numbers of a text like ``10:15``, as many as it has; raise ValueError for
+    another text."""
     return tuple(int(step) for step in text.split(":"))
 
 
-def _parse(
+def _parse_variable(
     environ: Mapping[str, str], name: str, parse: Callable[[str], T], accepted: str
 ) -> T | None:
     """Return a variable as `parse` reads it, None where it is empty or not set.

@@ -34,21 +34,21 @@ _shown: int | None = None  # the file of the stacks for `hpc-ddp attach`
 
 
 def beat() -> None:
-    """Note, for the process's `Watchdog`, that the training goes on. Costs less than a
-    microsecond."""
+    """Note the present time as this process's last sign of progress, for its `Watchdog`. Costs less
+    than a microsecond."""
     global _last_beat
     _last_beat = time.monotonic()
 
 
 def show_stacks_when_asked() -> None:
-    """Have a signal write the stacks to the file in memory that `hpc-ddp attach --py-spy` reads.
-
-    The signal is `process.SHOW_STACKS`. Once per process, and only where there are files in memory.
-    """
+    """Have the signal `process.SHOW_STACKS` write all threads' stacks to a file in memory, which
+    `hpc-ddp attach --py-spy` reads. A second call of a process does nothing, nor does a call where
+    the system has no files in memory."""
     global _shown
     if sys.platform == "linux" and _shown is None:
         with suppress(OSError):
-            _shown = process.memory_file(process.STACKS)  # a disk may be why it stands still
+            # Not on a disk: the process may stand still because of a disk.
+            _shown = process.memory_file(process.STACKS)
             faulthandler.register(process.SHOW_STACKS, _shown)
 
 
@@ -64,7 +64,13 @@ class Watchdog:
     Parameters
     ----------
     hang_after_s
-        seconds without a `beat` after which this rank hangs; None or 0 for no watching
+        seconds without a `beat` after which this rank counts as hung; None or 0 for no watching
+    node
+        the node's folder of this attempt, for the stacks and the dump
+    rank
+        this process's
+    position
+        the run's, whose step the report names
     device
         the last collectives on this device are dumped
     report
@@ -80,10 +86,10 @@ class Watchdog:
         device: torch.device,
         report: Callable[[BaseException, str], None],
     ) -> None:
-        """Prepare the watch, which begins with `step_done`, and call `show_stacks_when_asked`;
-        `node` is the folder for the stacks, `position` the run's, which the report names."""
+        """Prepare the watch, which the first `step_done` begins; call `show_stacks_when_asked`."""
         self._hang_after_s = hang_after_s or 0.0
-        # The ranks' last beats lie up to a step apart, and the first one to exit ends all.
+        # For which a hung rank waits for its peers to find the hang and write their stacks, too:
+        # their last beats lie up to a step apart, and the first rank to exit ends all.
         self._grace_s = min(60.0, 2.0 + self._hang_after_s / 30)
         self._poll_s = self._grace_s / 6
         self._node, self._rank, self._position = node, rank, position
@@ -94,8 +100,8 @@ class Watchdog:
         show_stacks_when_asked()
 
     def step_done(self) -> None:
-        """Beat; the first time also make the file of stacks and start to watch, by a thread and a
-        timer in C. A disk that refuses the file is tried again at the next step."""
+        """Note progress (`beat`). The first call also makes the file of stacks and starts to watch,
+        by a thread and a timer in C; if the disk refuses the file, the next call tries again."""
         beat()
         if self._stacks is None and self._hang_after_s > 0:
             # Opened now, since nothing can be opened once Python's lock is gone.
@@ -105,14 +111,14 @@ class Watchdog:
                 self._stacks = os.open(self._node.stacks(self._rank), flags, 0o600)
             except OSError:  # a disk in trouble; the next step tries again
                 return
-            self._arm(0.0)
+            self._arm_timer(0.0)
             self._thread = threading.Thread(target=self._watch, name="hpc-ddp watchdog")
             self._thread.daemon = True
             self._thread.start()
 
     def end(self) -> None:
-        """Watch no more, and remove the file of stacks: what comes now is not training. A second
-        call does nothing."""
+        """End the watch, which waits for its thread, and remove the file of stacks. A second call
+        does nothing."""
         self._ended.set()
         if self._thread is None or self._stacks is None:
             return
@@ -123,29 +129,29 @@ class Watchdog:
         with suppress(OSError):
             self._node.stacks(self._rank).unlink()
 
-    def _arm(self, quiet_s: float) -> None:
-        """Have a timer in C write the stacks and exit with code 1, unless the thread arms it anew
-        in time.
+    def _arm_timer(self, quiet_s: float) -> None:
+        """Set the timer in C, in place of the one before: it writes the stacks and exits with code
+        1, unless the thread calls this again in time.
 
         `quiet_s` is the time since the last beat, in seconds.
         """
+        # Later than the thread itself would end the process: its report says more.
         left_s = max(self._hang_after_s - quiet_s, 0.0) + self._grace_s + self._poll_s
         assert self._stacks is not None
         faulthandler.dump_traceback_later(left_s, exit=True, file=self._stacks)
 
     def _watch(self) -> None:
-        """Check now and then how long the last beat is ago; run by the thread."""
+        """Until `end`: set the timer anew every `_poll_s` seconds, and end the process if the last
+        beat is `hang_after_s` seconds ago. The thread runs this."""
         while not self._ended.wait(self._poll_s):
             quiet_s = time.monotonic() - _last_beat
-            self._arm(quiet_s)
+            self._arm_timer(quiet_s)
             if quiet_s >= self._hang_after_s:
-                self._hung()
+                self._report_and_exit()
 
-    def _hung(self) -> None:
-        """Write the stacks, report the hang, dump the last collectives, and exit with 1.
-
-        It exits only after the grace time, so that the peers do the same. It never returns.
-        """
+    def _report_and_exit(self) -> None:
+        """Write the stacks, report the hang, and dump the last collectives; after the grace time,
+        in which the peers do the same, exit with 1. It never returns."""
         ends_at = time.monotonic() + self._grace_s
         assert self._stacks is not None
         faulthandler.dump_traceback(self._stacks)
@@ -164,10 +170,11 @@ class Watchdog:
 
 
 def flight_recorder(device: torch.device) -> bytes:
-    """Return the pickled record of the last collectives of what carries a device's tensors.
+    """Return torch's record of the last collectives by the backend that sends a device's tensors:
+    a pickle, as bytes.
 
     The record is on by default from torch 2.15 (``TORCH_FR_BUFFER_SIZE`` entries); 2.9 records NCCL
-    only. A process group with a backend for the device must exist; else torch's errors come
+    only. The default process group must have a backend for the device; else torch's errors come
     through.
 
     Raises
@@ -192,12 +199,12 @@ def flight_recorder(device: torch.device) -> bytes:
 
 
 def _traceback_of_main(error: HangError) -> str:
-    """Return the main thread's stack, from the script's first frame on, in the form of an
-    exception's traceback."""
-    frame = sys._current_frames()[threading.main_thread().ident or 0]
-    frames = [*traceback.walk_stack(frame)][::-1]
+    """Return the main thread's stack, from the script's first frame on, in the form of the
+    traceback of `error`."""
+    innermost = sys._current_frames()[threading.main_thread().ident or 0]
+    frames = [*traceback.walk_stack(innermost)][::-1]  # the outermost first
     script = vars(sys.modules["__main__"])
-    # Before it come those of hpc-ddp in a forked worker, and runpy's of a script by -m.
+    # Frames of hpc-ddp in a forked worker, and runpy's of a script by -m, come before the script's.
     first = next((i for i, (frame, _) in enumerate(frames) if frame.f_globals is script), 0)
     lines = "".join(traceback.StackSummary.extract(iter(frames[first:])).format())
     return f"Traceback (most recent call last):\n{lines}HangError: {error}\n"

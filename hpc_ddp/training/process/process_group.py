@@ -29,12 +29,12 @@ from hpc_ddp.training.process.environment import DistEnv, LaunchEnv
 T = TypeVar("T")
 
 TEARDOWN_S = 10.0  # the longest wait for the end of the process group
-WAKE_S = 1.0  # so often a Ctrl-C is noticed
+WAKE_S = 1.0  # between two looks at a wait, so that Python handles a Ctrl-C
 TIMEOUT_S = 1800.0  # torch's own for gloo
 SHOWN = 8  # ranks, in an error
-REPORT_S = 60.0  # between rank 0's reports that it is still at work
+REPORT_S = 60.0  # between rank 0's messages that its block still runs
 _reporting = threading.Lock()  # one message at a time, also of a block within another
-READ_S = 2.0  # in which other ranks read that error from a store of rank 0
+READ_S = 2.0  # for which rank 0, whose process may hold the store, lets the others read an error
 _met_at_agents: list[DistEnv] = []  # this process's runs that use torchrun's store: one at most
 
 
@@ -44,12 +44,16 @@ def join(
     hang_after_s: float | None,
     requested: str | None = None,
 ) -> Control:
-    """Create the default process group, and return a control group; every rank must call it.
+    """Create the default process group, and return a `Control` of its ranks; every rank must call
+    it.
 
-    `rank_devices` are this rank's, the first of which is the current one; with several, the
-    environment variable TORCH_DIST_USE_NCCL2 is set, if it is not. Collectives wait longer than
-    `hang_after_s`: the watchdog comes first, and reports more; without one (None or 0) 20 days.
-    `requested` is the name of a backend, None for the device's own.
+    `rank_devices` are this rank's, the first of which is the current one. Collectives wait longer
+    than `hang_after_s`: the watchdog comes first, and reports more; without one (None or 0) 20
+    days. `requested` is the name of a backend, None for the device's own.
+
+    The environment variables TORCH_DIST_USE_NCCL2 (with several devices) and NCCL_HOSTID (where
+    ranks share a GPU) are set, if they are not. Rank 0 prints a warning if the ranks' devices are
+    of different models.
 
     Raise UsageError if there is a group already, or there was one that met in torchrun's store, in
     which a second group of the same process would read the first one's keys, and hang. Raise
@@ -69,7 +73,7 @@ def join(
         )
     device, *more_devices = rank_devices
     backend = devices.choose_backend(requested, device)
-    bind = devices.bound(backend, device)
+    bind = devices.binding(backend, device)
     if more_devices:  # a group that is bound to one device refuses the tensors of the others
         bind = {}
         # The NCCL backend of torch 2.15 is always bound, by LOCAL_RANK if need be; the one before
@@ -79,11 +83,11 @@ def join(
     if uses_agent_store:
         _met_at_agents.append(info)
     if info.launched:
-        options = _store_of(timeout) if backend != "mpi" else {}
-        if options:
-            _compare_devices(options["store"], info, device)
+        meeting = _store_of(timeout) if backend != "mpi" else {}
+        if meeting:
+            _compare_devices(meeting["store"], info, device)
             devices.tell_sharers_apart(device, info.rank)
-        dist.init_process_group(backend, timeout=timeout, **options, **bind)
+        dist.init_process_group(backend, timeout=timeout, **meeting, **bind)
     else:  # a store in memory: a process alone needs no port
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, **bind)
     if dist.get_world_size() != info.world_size:  # MPI asks its own launcher
@@ -110,12 +114,12 @@ def _set_global_ranks(device: torch.device, world_size: int) -> None:
 
 
 def _store_of(timeout: timedelta) -> dict[str, Any]:
-    """Return the arguments of ``init_process_group``: torch's store for ``env://``, with a prefix
-    before all keys, and this process's rank and world size. Raise torch's errors where the store
-    can't be reached or made.
+    """Return arguments of ``init_process_group``: ``store``, torch's own for ``env://`` with a
+    prefix before all keys, ``rank`` and ``world_size``. The store waits `timeout` for a key. Raise
+    torch's errors where it can't be reached or made.
 
-    Without the supervisor's prefix, ranks of two runs that have come to one port would form a
-    group; under a plain start it is torch's own.
+    The supervisor sets the prefix, since ranks of two runs that have come to one port would form a
+    group without it; under a plain start the prefix is torch's own.
     """
     prefix = os.environ.get("HPC_DDP_STORE_PREFIX") or "default_pg"
     store, rank, world_size = next(rendezvous("env://", timeout=timeout))
@@ -126,15 +130,17 @@ def _store_of(timeout: timedelta) -> dict[str, Any]:
 def _compare_devices(store: Any, env: DistEnv, device: torch.device) -> None:
     """Raise HpcDdpError, on all ranks, where the first devices of ranks are of different types: on
     a node whose driver is broken ranks would take Gloo, and wait for those with NCCL for ever. Rank
-    0 prints a warning where they are of different models.
+    0 prints a warning where they are of different models. `device` is the first of this rank's.
 
-    Each rank writes a key, the last of them reads all at once, and the others wait for its answer.
+    Each rank writes its device into `store`; the last rank to come reads all devices at once, and
+    writes an answer, for which the others wait. Raise torch's error if a peer does not come.
     """
-    # torchrun may keep the store for its next start of the workers, or a process its own.
+    # torchrun may keep the store for its next start of the workers, or a process its own store for
+    # a second group: the keys have the number of the start, the answer's that of the group.
     keys = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{env.world_size}"
     place = (device.type, devices.name(device), LaunchEnv.from_env().node)
     store.set(f"{keys}/device/{env.rank}", json.dumps(place))
-    count = store.add(f"{keys}/count", 1)
+    count = store.add(f"{keys}/count", 1)  # of ranks that have come, over all groups
     answer = f"{keys}/odd/{(count - 1) // env.world_size}"
     if count % env.world_size == 0:
         texts = store.multi_get([f"{keys}/device/{rank}" for rank in range(env.world_size)])
@@ -156,16 +162,17 @@ def _compare_devices(store: Any, env: DistEnv, device: torch.device) -> None:
 
 
 def _odd_ranks(kinds: Sequence[str], nodes: Sequence[str]) -> str:
-    """Return words about the ranks whose device is of another kind than most ranks', and on which
-    nodes they are; "" where all are alike. Kinds and nodes are by rank."""
+    """Return a text on the ranks whose device is of another kind than most ranks' devices, `SHOWN`
+    of them with their nodes; "" where all are alike. `kinds` and `nodes` are by rank."""
     counts = Counter(kinds)
     if len(counts) == 1:
         return ""
-    most = max(counts, key=lambda kind: (counts[kind], kind != "cpu"))
-    odd = [rank for rank, kind in enumerate(kinds) if kind != most]
+    # Of two kinds that are as frequent, a CPU is the odd one.
+    most_frequent = max(counts, key=lambda kind: (counts[kind], kind != "cpu"))
+    odd = [rank for rank, kind in enumerate(kinds) if kind != most_frequent]
     shown = [f"rank {rank} on {nodes[rank]} has {kinds[rank]}" for rank in odd[:SHOWN]]
     more = f", {len(odd) - SHOWN} more as well" if odd[SHOWN:] else ""
-    return f"{', '.join(shown)}{more}, and the other ranks have {most}"
+    return f"{', '.join(shown)}{more}, and the other ranks have {most_frequent}"
 
 
 def timeout_beyond(hang_after_s: float | None) -> timedelta:
@@ -174,7 +181,7 @@ def timeout_beyond(hang_after_s: float | None) -> timedelta:
     return timedelta(seconds=max(TIMEOUT_S, hang_after_s + 300)) if hang_after_s else NEVER
 
 
-def on_first(control: Control, act: Callable[[], T]) -> T:
+def call_on_first(control: Control, act: Callable[[], T]) -> T:
     """Call `act` on rank 0; return its result, which can be pickled, on all ranks. An HpcDdpError
     of `act` is raised on all ranks, and so is an OSError, as an HpcDdpError.
 
@@ -197,12 +204,13 @@ def on_first(control: Control, act: Callable[[], T]) -> T:
 
 
 @contextmanager
-def first_alone(control: Control, wake: Callable[[], object]) -> Iterator[None]:
-    """A context that rank 0 enters at once, and the others when its block has ended, however long
-    that takes. All ranks enter; `wake` is called on the others every `REPORT_S`. After an error of
-    the block the others wait on. Raise RuntimeError if a peer is gone."""
+def run_first_alone(control: Control, wake: Callable[[], object]) -> Iterator[None]:
+    """Run the block on rank 0; when it has ended there, however long that takes, on the other
+    ranks. All ranks enter. While the others wait, they call `wake` every `REPORT_S` seconds. After
+    an error of the block on rank 0 they wait in vain, up to the limit of `control`. Raise
+    RuntimeError if a peer is gone."""
     if control.rank > 0:
-        while control.from_first(None):
+        while control.from_first(None):  # True: the block on rank 0 still runs
             wake()
         yield
         return
@@ -210,7 +218,7 @@ def first_alone(control: Control, wake: Callable[[], object]) -> Iterator[None]:
 
     def report() -> None:
         """Have the others begin another wait, before theirs comes to its limit."""
-        with suppress(RuntimeError):  # the last message has it, too
+        with suppress(RuntimeError):  # the last message raises it again
             while not is_over.wait(REPORT_S):
                 with _reporting:
                     control.from_first(True)
@@ -227,13 +235,13 @@ def first_alone(control: Control, wake: Callable[[], object]) -> Iterator[None]:
 
 
 def meet(control: Control) -> bool:
-    """Wait for all ranks, up to the limit of `control`; return whether all came: False where one is
-    gone, or is still at work of its own, as plots that rank 0 alone draws. Every rank must call it.
-    Signals are handled meanwhile."""
+    """Wait until all ranks have called it, for as long as the timeout of `control`. Return whether
+    all have: False where one is gone, or is still at work of its own, as plots that rank 0 alone
+    draws. Signals are handled meanwhile."""
     errors: list[RuntimeError] = []
 
     def wait() -> None:
-        """Wait in the barrier; keep its error."""
+        """Wait for the peers in the barrier, whose error goes into `errors`."""
         try:
             control.barrier()
         except RuntimeError as error:
@@ -256,16 +264,17 @@ def leave(control: Control, device: torch.device, then_exit: bool, destroys: boo
 
     A teardown is known to hang when a peer is gone or a collective is stuck. All is saved by now,
     so after that time a message is printed. With `then_exit` the process ends on the spot, with
-    code 0; else `leave` returns, and `leave_quickly` ends the process later. `leave` returns in the
-    same way where the group refuses to be destroyed, as NCCL's while a captured graph has its
-    collectives. Other errors of torch in the teardown are printed, and not raised.
+    code 0; else `leave` returns, and the process's exit skips torch's teardown
+    (`skip_teardown_at_exit`). Where the group refuses to be destroyed, as NCCL's while a captured
+    graph has its collectives, `leave` returns in this way in any case. Other errors of torch in the
+    teardown are printed, and not raised.
     """
     are_here = threading.Event()
     refusals: list[RuntimeError] = []
 
     def tear_down() -> None:
-        """Wait for all ranks, then destroy the group if asked to."""
-        devices.use(device)  # NCCL would open the first GPU, whose current one a new thread has
+        """Wait for all ranks, then destroy the group with `destroys`; `refusals` gets an error."""
+        devices.use(device)  # a new thread has the first GPU as its own, which NCCL would open
         control.barrier()
         are_here.set()
         if destroys:
@@ -285,14 +294,14 @@ def leave(control: Control, device: torch.device, then_exit: bool, destroys: boo
         sys.stderr.flush()
         if then_exit:
             os._exit(0)
-        leave_quickly()  # an exit of the interpreter would abort the process: of a thread in C++
+        skip_teardown_at_exit()  # the interpreter's exit would abort: a thread is still in C++
     elif refusals:
-        why = str(refusals[0]).partition("\n")[0]
-        say(f"the process group is left as it is: {why}")
-        leave_quickly()  # torch may abort a process whose group is not destroyed
+        reason = str(refusals[0]).partition("\n")[0]
+        say(f"the process group is left as it is: {reason}")
+        skip_teardown_at_exit()  # torch may abort a process whose group is not destroyed
 
 
-def leave_quickly() -> None:
+def skip_teardown_at_exit() -> None:
     """Register an exit function that ends the process by `os._exit`: torch's teardown and
     destructors do not run. Before that it calls the exit functions registered earlier, the
     script's among them, and flushes stdout and stderr. The exit code is 0 in any case."""

@@ -18,7 +18,7 @@ from hpc_ddp.training.run import Run
 P = ParamSpec("P")
 
 
-def _with_parameters_of(
+def _take_options_as_parameters(
     make_options: Callable[P, Options],
 ) -> Callable[[Callable[[Options], Run]], Callable[P, Run]]:
     """Return a decorator. It turns a function of one `Options` into one with the parameters of
@@ -31,13 +31,14 @@ def _with_parameters_of(
         def call(*args: P.args, **kwargs: P.kwargs) -> Run:
             return function(make_options(*args, **kwargs))
 
+        # `help` shows this one; by `wraps` it would show the signature of `function`.
         vars(call)["__signature__"] = signature(make_options).replace(return_annotation=Run)
         return call
 
     return decorate
 
 
-@_with_parameters_of(Options)
+@_take_options_as_parameters(Options)
 def start(options: Options) -> Run:
     """Join the process group, listen for notices, and open the run's folder.
 

@@ -500,7 +500,7 @@ if __name__ == "__main__":
     first, count, *faults = sys.argv[1:]
     put_back(*faults or [""])
     vars(consensus)["next_period"] = lambda current, step_us: 1  # a stop comes at the next step
-    vars(process_group)["leave_quickly"] = lambda: None
+    vars(process_group)["skip_teardown_at_exit"] = lambda: None
     vars(run_directory)["_may_be_live"] = lambda *attempt: (
         False
     )  # the killed run was this process's

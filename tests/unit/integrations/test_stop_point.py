@@ -49,7 +49,7 @@ def exits(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     monkeypatch.setattr(member, "Notices", lambda *paths: QuietNotices())
     monkeypatch.setattr(member, "drop_failing_prints", lambda: None)
-    monkeypatch.setattr(stop_point, "leave_quickly", lambda: None)
+    monkeypatch.setattr(stop_point, "skip_teardown_at_exit", lambda: None)
     monkeypatch.setattr(atexit, "register", calls.append)
     job = os.environ.get("SLURM_JOB_ID", "")
     worker = {"WORKER": f"{os.getpid()} {job}", "TRAINER": "removed at the end, if one is set"}
@@ -141,7 +141,7 @@ def test_no_worker_waits_on_a_device_that_another_one_has(
     give_gpus(monkeypatch, count)
     monkeypatch.setattr(devices, "is_used", lambda device: True)
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: index)
-    device = devices.current(local_rank)
+    device = devices.current_type(local_rank)
     assert (device is not None) is is_waited_for
 
 
@@ -151,8 +151,8 @@ def test_a_worker_without_a_device_opens_none(monkeypatch: pytest.MonkeyPatch) -
     questions: list[int] = []
     monkeypatch.setattr(devices, "is_used", lambda device: False)
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: questions.append(0))
-    assert devices.current(0) == torch.device("cuda")
-    assert devices.current(2) is None
+    assert devices.current_type(0) == torch.device("cuda")
+    assert devices.current_type(2) is None
     assert not questions
 
 

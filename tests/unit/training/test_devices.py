@@ -213,7 +213,7 @@ def test_a_group_is_bound_to_its_device_if_the_backend_allows(
     kind: str, backend: str, options: dict[str, torch.device]
 ) -> None:
     device = torch.device("cpu") if kind == "cpu" else torch.device(kind, 1)
-    assert devices.bound(backend, device) == options
+    assert devices.binding(backend, device) == options
 
 
 def test_backends_carry_tensors_of_their_devices() -> None:

@@ -138,7 +138,7 @@ def test_a_folder_has_files_of_bounded_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int, names: list[str]
 ) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Linear(5, 3))  # 80+20, 60+12 bytes
-    monkeypatch.setattr(export_module, "MOST", most)
+    monkeypatch.setattr(export_module, "MOST_BYTES", most)
     out = tmp_path / "exported"
     export(run_of(tmp_path, model), out)
     index = ["model.safetensors.index.json"] if len(names) > 1 else []
@@ -165,7 +165,7 @@ def test_transformers_reads_the_folder(tmp_path: Path, monkeypatch: pytest.Monke
     transformers = importlib.import_module("transformers")
     sizes = {"n_layer": 1, "n_head": 2, "n_embd": 8, "vocab_size": 11, "n_positions": 4}
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))
-    monkeypatch.setattr(export_module, "MOST", 1000)
+    monkeypatch.setattr(export_module, "MOST_BYTES", 1000)
     out = tmp_path / "exported"
     export(run_of(tmp_path, model), out)
     model.config.save_pretrained(out)

@@ -33,7 +33,7 @@ def test_the_shards_of_a_run_have_each_sample_once() -> None:
 
 def test_the_weights_are_read_an_exchange_after_a_look() -> None:
     calls: list[tuple[int, str]] = []
-    run: Any = SimpleNamespace(_look_at=0, _look_answers_at=None)
+    run: Any = SimpleNamespace(_next_look=0, _result_due=None)
     for exchanges in (0, 0, 1, 1, 9, 10, 10, 12, 13):
         precision = SimpleNamespace(look=lambda at=exchanges: calls.append((at, "look")))
         run._precision = precision
@@ -65,7 +65,7 @@ def test_a_run_whose_track_has_failed_is_refused(tmp_path: Path, call: str) -> N
     with pytest.raises(HpcDdpError, match="no good checkpoint any more"):
         manager.track({"count": Holds(0)}, {})
     vars(training).update(
-        _manager=manager, position=Position(), _over=False, _env=SimpleNamespace(is_within=False)
+        _manager=manager, position=Position(), _is_over=False, _env=SimpleNamespace(is_within=False)
     )
     vars(training).update(_calls=CallOrder(), _decision=Decision(), _loader=None)
     with pytest.raises(UsageError, match=r"run\.track .*has raised an error"):

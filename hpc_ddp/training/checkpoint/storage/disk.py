@@ -38,14 +38,14 @@ def write_file(
     """Write the parts of `content`, one after the other, into a file from byte `offset` on; make
     them durable; return their size and CRC32. A missing file is made.
 
-    With `ends` the file is cut off behind the content; else other processes may write other bytes
-    of the file at the same time. A new file's name is durable only after `sync` of its folder. The
-    slow calls release the interpreter lock, so a thread that writes takes microseconds from a
-    training. Raise OSError; bytes that were written stay.
+    With `ends` the file is cut off behind the content; without it other processes may write other
+    bytes of the file at the same time. A new file's name is durable only after `sync` of its
+    folder. The slow calls release the interpreter lock, so a thread that writes takes microseconds
+    from a training. Raise OSError if the disk refuses; bytes that were written stay.
     """
     views = [memoryview(part).cast("B") for part in content]
     size = sum(map(len, views))
-    # Where others may write to the folder, one of them may have put a link there.
+    # Where other users may write to the folder, one of them may have put a link there: O_NOFOLLOW.
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
     with open(handle, "wb", buffering=0) as file, ThreadPoolExecutor(1) as pool:
         file.seek(offset)
@@ -54,11 +54,11 @@ def write_file(
                 view = view[file.write(view[:CHUNK_BYTES]) :]
         if ends:
             file.truncate(offset + size)
-        synced = pool.submit(os.fsync, file.fileno())
+        sync_call = pool.submit(os.fsync, file.fileno())
         crc32 = 0
         for view in views:  # while the disk is busy
             crc32 = zlib.crc32(view, crc32)
-        synced.result()
+        sync_call.result()
     return FileFacts(size, crc32)
 
 
@@ -72,9 +72,10 @@ def write_manifest(
     parts, in their order, by the file's name. Raise OSError if the disk refuses; the manifest may
     be there then.
     """
-    value = {**facts, "files": {name: _entry_of(parts) for name, parts in sorted(files.items())}}
-    value["crc32"] = manifest_crc(value)
-    write_file(folder / MANIFEST, json.dumps(value, indent=1).encode())
+    entries = {name: _entry_of(parts) for name, parts in sorted(files.items())}
+    manifest: dict[str, Any] = {**facts, "files": entries}
+    manifest["crc32"] = manifest_crc(manifest)
+    write_file(folder / MANIFEST, json.dumps(manifest, indent=1).encode())
     close_to_others(folder / MANIFEST)
     sync(folder)
 
@@ -110,34 +111,38 @@ def draft(folder: Path, step: int, attempt: int) -> Path:
 
 def make_draft(folder: Path, is_private: bool = False) -> None:
     """Make a draft's folder unless there is one, and close it to other users, whatever the umask.
-    A link, or another user's folder, is removed first: what is written there would end up
-    elsewhere. Raise OSError if the folder can't be made, or with `is_private` not be closed."""
+    A link, or another user's folder, is removed first: files that are written into it would end up
+    elsewhere. Raise OSError if the folder can't be made, or if it can't be closed and is to be
+    private (`is_private`)."""
     is_own = False
-    folder.parent.mkdir(exist_ok=True)  # a run that was moved away is not made anew
+    folder.parent.mkdir(exist_ok=True)  # without parents: a run that was moved away stays away
     with suppress(FileNotFoundError):
         status = folder.lstat()
         is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
         if not is_own:
             remove(folder)
     folder.mkdir(mode=0o700, exist_ok=is_own)
-    with suppress(*() if is_private else (OSError,)):  # a disk without modes
+    try:
         set_folder_mode(folder, 0o700)
+    except OSError:  # a disk without modes
+        if is_private:
+            raise
 
 
 def publish(draft_folder: Path, attempt: int, most_mode: int = 0o777) -> Path:
     """Rename a complete draft to its final name, durably; add the new path to `intact`, and return
-    it. It gets the rights that the folder of all checkpoints has, `most_mode` at most.
+    it. The folder gets the rights of the folder of all checkpoints, but none beyond `most_mode`.
 
     An older folder of that name is renamed first, as where the step was saved before and after the
     code at the end of an epoch: to `.old-` if it is in `intact` or verifies, for which all of it is
-    read, else to `.bad-`. Raise OSError if a rename fails, or the sync behind the last one: the
-    draft then has its final name.
+    read, else to `.bad-`. Raise OSError if a rename fails, or if the sync behind the last rename
+    fails: the draft then has its final name.
     """
     final = draft_folder.with_name(f"step-{step_of(draft_folder)}")
     if final.exists():
         is_damaged = final not in intact and verify(final)
         set_aside(final, "bad" if is_damaged else "old", attempt)
-    with suppress(OSError):  # for its owner it is good
+    with suppress(OSError):  # the checkpoint is good for its owner in any case
         set_folder_mode(draft_folder, 0o700 | final.parent.stat().st_mode & most_mode)
     draft_folder.rename(final)
     intact.add(final)
@@ -146,10 +151,11 @@ def publish(draft_folder: Path, attempt: int, most_mode: int = 0o777) -> Path:
 
 
 def set_aside(folder: Path, kind: str, attempt: int) -> Path:
-    """Rename a checkpoint to ``step-<n>.<kind>-<attempt>`` and return the new path.
+    """Rename a checkpoint to ``step-<n>.<kind>-<attempt>`` and return the new path. `kind` is
+    ``old`` or ``bad``.
 
-    If that name is taken, `kind` ``old`` removes the folder that has it, and ``bad`` adds a further
-    number to the name. Raise OSError if the rename fails.
+    If a folder has that name, it is removed with ``old``; with ``bad`` the new name gets a further
+    number. Raise OSError if the rename fails.
     """
     stem = f"step-{step_of(folder)}.{kind}-{attempt}"
     path = folder.with_name(stem)
@@ -174,21 +180,22 @@ def clear_drafts(folder: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a folder, or a link; it may be missing, or another process may remove it as well.
+    """Remove the folder of a checkpoint or a draft, or a link in its place. The folder may be
+    missing, and another process may remove it at the same time.
 
-    It is renamed to ``step-<n>.tmp-gone`` first: a kill in between leaves no half checkpoint. It
-    raises nothing: a folder that can't be renamed stays as it is, and a file that can't be removed,
-    as NFS keeps one while a process has it open, stays in the renamed folder.
+    The folder is renamed to ``step-<n>.tmp-gone`` first: a kill in between leaves no half
+    checkpoint. No error is raised: a folder that can't be renamed stays as it is, and a file that
+    can't be removed, as NFS keeps one while a process has it open, stays in the renamed folder.
     """
-    nameless = path.with_name(f"{path.name.partition('.')[0]}.tmp-gone")
-    for link in (path, nameless):
+    to_remove = path.with_name(f"{path.name.partition('.')[0]}.tmp-gone")
+    for link in (path, to_remove):
         with suppress(OSError):
             if link.is_symlink():  # another user's, say
                 link.unlink()
     with suppress(OSError):
-        shutil.rmtree(nameless, ignore_errors=True)
-        path.rename(nameless)
-    shutil.rmtree(nameless, ignore_errors=True)
+        shutil.rmtree(to_remove, ignore_errors=True)  # which an earlier call may have left
+        path.rename(to_remove)
+    shutil.rmtree(to_remove, ignore_errors=True)
 
 
 def sync(path: Path) -> None:

@@ -21,7 +21,7 @@ from hpc_ddp.training import devices
 from hpc_ddp.training.checkpoint.storage.layout import StoredShard
 from hpc_ddp.training.checkpoint.storage.shards import LocalShard, StagingBuffer, lay_out, words
 
-LEAST = 1 << 20  # bytes; a rank with fewer copies them with the others
+LEAST_BYTES = 1 << 20  # of frozen weights; a rank with fewer writes them with its other weights
 # Words of 8 bytes that are hashed at a time: few enough for the caches of an accelerator, and of a
 # CPU, so that the memory is read once.
 _CHUNK, _CHUNK_OF_CPU = 1 << 20, 1 << 16
@@ -65,12 +65,13 @@ class FrozenWeights:
 
     def take_out(self, parts: dict[str, LocalShard], names: Container[str]) -> FrozenPart | None:
         """Remove the frozen weights, those in `names`, from a rank's `parts` of a save, and return
-        them for a file of their own: the last save's, if they have not changed, or a copy, which
-        has begun.
+        them for a file of their own: the last save's `FrozenPart`, with its file, if they have not
+        changed; else one with a buffer into which their copy has begun.
 
-        Return None, with all weights left in `parts`, where the frozen ones have fewer than `LEAST`
-        bytes, or the file system has no links. A weight that has changed since the previous save
-        stays in `parts`, at this and all later saves. Waits for the devices that have the weights.
+        Return None, with all weights left in `parts`, where the frozen ones have fewer than
+        `LEAST_BYTES`, or the file system has no links. A weight that has changed since the previous
+        save stays in `parts`, at this and all later saves. Waits for the devices that have the
+        weights.
         """
         frozen = {n: part for n, part in parts.items() if n in names and n not in self._changing}
         if not self._can_link or _are_few(frozen):
@@ -94,12 +95,12 @@ class FrozenWeights:
         return FrozenPart(pieces, hashes, buffer)
 
     def add(self, part: FrozenPart, path: Path, facts: FileFacts | None) -> FileFacts:
-        """Note that a draft has the data file of `part` at `path`, to which later saves may link;
-        return the file's facts. `facts` are those of a file that was written there; None: a hard
-        link to the last save's file is made at `path`. After a write, find out whether the file
-        system has links.
+        """Note that a draft has the data file of `part` at `path`, to which later saves may link,
+        once the draft is published; return the file's facts. `facts` are those of a file that was
+        written at `path`; then also find out whether the file system has links. If `facts` is None,
+        make a hard link to the last save's file (`part.file`) at `path`.
 
-        Raise OSError if the disk refuses, or the file to link to is gone.
+        Raise OSError if the link can't be made, as where the disk refuses or the file is gone.
         """
         if facts is None:
             assert part.facts
@@ -108,24 +109,25 @@ class FrozenWeights:
             os.utime(path)  # a site that deletes old files takes it for a new one
         else:
             self._can_link = _can_link(path)
+        # Where the file is after the draft's folder has been published.
         file = path.parent.with_name(f"step-{step_of(path.parent)}") / path.name
         self._saved = replace(part, buffer=None, file=file, facts=facts)
         return facts
 
     def forget(self) -> None:
-        """Let the next save write all weights: a save has failed, for which the linked file may be
-        the cause."""
+        """Have the next save write all frozen weights, and link to no file: a save has failed, of
+        which a linked file may be the cause."""
         self._saved = None
 
 
 def _are_few(parts: Mapping[str, LocalShard]) -> bool:
-    """Return whether parts have fewer than `LEAST` bytes: a file of their own is not worth it."""
-    return sum(part.numbers.nbytes for part in parts.values()) < LEAST
+    """Return whether parts have fewer than `LEAST_BYTES`, for which a file is not worth it."""
+    return sum(part.numbers.nbytes for part in parts.values()) < LEAST_BYTES
 
 
 def _can_link(file: Path) -> bool:
-    """Return whether a hard link to a file can be made in another folder, as BeeGFS can't. A link
-    is made in the folder above the file's own, and removed again."""
+    """Return whether a hard link to a file can be made in another folder: BeeGFS, for one, refuses
+    it. A link is made in the folder above the file's own, and removed again."""
     link = file.parent.with_name(f".link-{os.urandom(8).hex()}")
     try:
         os.link(file, link)
@@ -142,8 +144,8 @@ def _hashes_of(parts: Mapping[str, LocalShard]) -> dict[str, int]:
     for name, part in parts.items():
         by_device.setdefault(part.numbers.device, {})[name] = hash_of(part.numbers)
     hashes: dict[str, int] = {}
-    for numbers in by_device.values():
-        hashes |= zip(numbers, torch.stack(list(numbers.values())).tolist(), strict=True)
+    for scalars in by_device.values():  # one copy to the host per device
+        hashes |= zip(scalars, torch.stack(list(scalars.values())).tolist(), strict=True)
     return hashes
 
 
@@ -155,12 +157,13 @@ def hash_of(tensor: torch.Tensor) -> torch.Tensor:
     """
     memory, tail = words(tensor)
     padding = torch.zeros(8, dtype=torch.uint8, device=tail.device)
-    last = torch.cat([tail, padding])[:8].view(torch.int64)
+    last = torch.cat([tail, padding])[:8].view(torch.int64)  # the last bytes as one word
     most = _CHUNK if devices.is_accelerator(memory.device) else _CHUNK_OF_CPU
     size = min(max(memory.numel(), 1), most)
     places = torch.arange(size, device=memory.device) * _STRIDE
     total = torch.zeros((), dtype=torch.int64, device=memory.device)
     for number, chunk in enumerate((last, *torch.split(memory, size))):
+        # A finalizer of 64-bit hashes: shifts are made unsigned by a mask.
         mixed = (places[: chunk.numel()] + chunk).add_(number).mul_(_FACTOR)
         mixed.bitwise_xor_((mixed >> 32).bitwise_and_((1 << 32) - 1)).mul_(_STRIDE)
         mixed.bitwise_xor_((mixed >> 29).bitwise_and_((1 << 35) - 1))

@@ -89,8 +89,8 @@ class RankPart(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Bytes of the part in its file, rounded up to whole pages."""
-        return -(-(self.tensors + self.values) // PAGE) * PAGE
+        """The bytes of the part in its file, rounded up to whole pages."""
+        return -(-(self.tensors + self.values) // PAGE) * PAGE  # -(-a // b) rounds up
 
 
 @dataclass(frozen=True)
@@ -119,18 +119,19 @@ class Plan:
 
 
 def plan_of(claims: Sequence[Claim]) -> Plan:
-    """Return the plan of where the ranks write, from their claims, by rank."""
-    numbers: dict[bytes, int] = {}
+    """Return the plan of where the ranks write, from the ranks' `claims`, by rank. Layouts get
+    numbers in the order in which they first occur."""
+    numbers: dict[bytes, int] = {}  # by a layout's digest
     senders: dict[int, list[int]] = {}
     for rank, claim in enumerate(claims):
         for digest in claim.layouts:
             if digest not in numbers:
                 numbers[digest] = len(numbers)
                 senders.setdefault(rank, []).append(numbers[digest])
-    files = _files_of([claim.node for claim in claims])
-    ends = dict.fromkeys(files, 0)
+    first_ranks = _first_ranks([claim.node for claim in claims])
+    ends = dict.fromkeys(first_ranks, 0)  # of each file so far, in bytes
     parts = []
-    for claim, first in zip(claims, files, strict=True):
+    for claim, first in zip(claims, first_ranks, strict=True):
         layouts = tuple(numbers[digest] for digest in claim.layouts)
         part = RankPart(
             FILE.format(first),
@@ -147,7 +148,7 @@ def plan_of(claims: Sequence[Claim]) -> Plan:
     return Plan(parts, sorted({name for claim in claims for name in claim.objects}), senders)
 
 
-def _files_of(nodes: Sequence[str]) -> list[int]:
+def _first_ranks(nodes: Sequence[str]) -> list[int]:
     """Return, for each rank, the first rank that writes into the same file. `nodes` has the ranks'
     nodes, by rank. As few ranks of a node share a file as `MOST_FILES` files allow; with more nodes
     than that each node has one file."""
@@ -155,6 +156,7 @@ def _files_of(nodes: Sequence[str]) -> list[int]:
     for rank, node in enumerate(nodes):
         members.setdefault(node, []).append(rank)
     sizes, most = list(map(len, members.values())), max(MOST_FILES, len(members))
+    # The least number of ranks per file: a node of `size` ranks has size / n files, rounded up.
     share = next(n for n in count(1) if sum(-(-size // n) for size in sizes) <= most)
     places = {rank: place for ranks in members.values() for place, rank in enumerate(ranks)}
     return [members[node][places[rank] // share * share] for rank, node in enumerate(nodes)]
@@ -193,8 +195,9 @@ class Index:
 
 
 def dump_index(plan: Plan, layouts: Mapping[int, Layout], shared: Mapping[str, Any]) -> bytes:
-    """Return the content of the file `STATE` for a checkpoint whose parts lie as planned. `layouts`
-    has all layouts by number, `shared` the plain values that the ranks share."""
+    """Return the content of the file `STATE`: the index of a checkpoint whose parts lie as planned,
+    and the plain values that the ranks share, `shared`. `layouts` has all layouts by number, from 0
+    on."""
     rows = {number: list(map(_plain, layout)) for number, layout in layouts.items()}
     index = {
         "parts": list(map(tuple, plan.parts)),
@@ -216,11 +219,12 @@ def read_index(folder: Path) -> Index:
     Raises
     ------
     HpcDdpError
-        another version of hpc-ddp has written it, or its index names a file outside of it
+        another version of hpc-ddp has written the checkpoint, or its index names a file that is not
+        in the manifest
     OSError
-        it can't be read
+        a file can't be read
     ValueError
-        its manifest is damaged
+        the manifest is damaged; torch's and other errors come through for another content
     """
     manifest = checkpoints.read_manifest(folder)
     if (version := manifest.get("format")) != checkpoints.FORMAT:
@@ -238,7 +242,7 @@ def read_index(folder: Path) -> Index:
         for rows in index["layouts"]
     ]
     parts = [RankPart(*row) for row in index["parts"]]
-    # A checkpoint may be another user's, and no part of it any file of this user's.
+    # A checkpoint may be another user's: no part of it may be a file elsewhere, of this user's.
     if strange := {STATE, *(part.file for part in parts)} - manifest["files"].keys():
         raise HpcDdpError(
             f"the index of {folder} names {sorted(map(str, strange))[0]!r}, which is none of its"
@@ -253,8 +257,9 @@ def read_index(folder: Path) -> Index:
 
 
 def read_values(folder: Path, part: RankPart) -> dict[str, Any]:
-    """Return the plain values that a rank had of its own, from its `part`. Raise OSError if the
-    file can't be read for a minute, or ends too early."""
+    """Return the plain values that a rank had of its own, from its `part` of the checkpoint in
+    `folder`. Raise OSError if the file can't be read for a minute, or ends too early; torch's
+    errors come through for another content."""
 
     def read() -> bytes:
         with open_data(folder / part.file) as file:
@@ -268,15 +273,16 @@ def read_values(folder: Path, part: RankPart) -> dict[str, Any]:
 
 
 def reader_of(folder: Path, index: Index, rank: int | None) -> Reader:
-    """Return a reader of a checkpoint's tensors. It has the tensors that `rank` saved for itself.
-    If `rank` is None it has none of these but the buffers, as the stage's first rank had them."""
+    """Return a reader of a checkpoint's tensors. Of tensors that each rank saved for itself it has
+    those of `rank`; if `rank` is None, the buffers alone, as the stage's first rank had them."""
     parts, parts_of_rank = list[Part](), set[int]()
-    for number, part in enumerate(index.parts):
-        places = ((folder / part.file, part.offset), (folder / FROZEN.format(number), 0))
+    for writer, part in enumerate(index.parts):
+        # A rank has one layout or, with a file of frozen weights, two.
+        places = ((folder / part.file, part.offset), (folder / FROZEN.format(writer), 0))
         for place, layout, coordinates in zip(places, part.layouts, part.coordinates, strict=False):
-            if number == rank:
+            if writer == rank:
                 parts_of_rank.add(len(parts))
-            parts.append(Part(*place, layout, coordinates, number))
+            parts.append(Part(*place, layout, coordinates, writer))
     return Reader(index.layouts, parts, parts_of_rank)
 
 
@@ -290,5 +296,5 @@ def dump(content: Mapping[str, Any]) -> bytes:
 def _load(content: bytes) -> dict[str, Any]:
     """Return the values of which `dump` has made `content`, with tensors on the CPU. Pickled code
     is never run; torch's errors for any other content come through."""
-    value: dict[str, Any] = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-    return value
+    values: dict[str, Any] = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    return values

@@ -1,4 +1,4 @@
-"""Which boxes of which tensors lie in a rank's part of a checkpoint, said once for many ranks.
+"""The boxes of tensors in a rank's part of a checkpoint, described once for many ranks.
 
 Ranks that shard a model alike write the same tensors in the same order, cut along the same
 dimensions: they have one layout. They differ in their places on the mesh only, from which the boxes
@@ -79,14 +79,14 @@ Layout = list[LayoutEntry]
 
 
 def split_own(name: str) -> tuple[str, bool]:
-    """Return the name of a stored tensor without `OWN`, and whether it had that at its end."""
+    """Return the name of a stored tensor without `OWN` at its end, and whether it had it there."""
     return name.removesuffix(OWN), name.endswith(OWN)
 
 
 def layout_of(pieces: Iterable[StoredShard]) -> tuple[Layout, Shape]:
     """Return the layout of a rank's `pieces`, and the rank's coordinates: its place on each axis of
     a mesh by which a tensor is cut, in the order of the axes' first use."""
-    numbers: dict[Hashable, int] = {}
+    numbers: dict[Hashable, int] = {}  # indices in `coordinates`, by axis
     coordinates: list[int] = []
     layout = Layout()
     for name, dtype, shape, start, size, _, mesh_cuts in pieces:
@@ -102,12 +102,13 @@ def layout_of(pieces: Iterable[StoredShard]) -> tuple[Layout, Shape]:
 
 
 def digest_of(layout: Layout) -> bytes:
-    """Return a digest of a layout, 16 bytes; no other layout has the same."""
+    """Return a digest of a layout, 16 bytes, equal for equal layouts only."""
     return hashlib.blake2b(repr(layout).encode(), digest_size=16).digest()
 
 
 def offsets_of(layout: Layout, coordinates: Shape) -> list[int]:
-    """Return the byte of its part at which each box of the rank with these coordinates begins."""
+    """Return, for each entry of a layout, the byte at which its box begins in the part of the rank
+    with these coordinates."""
     offsets, offset = [], 0
     for entry in layout:
         offsets.append(offset)
@@ -118,7 +119,7 @@ def offsets_of(layout: Layout, coordinates: Shape) -> list[int]:
 
 def aligned(size: int) -> int:
     """Return a number of bytes, rounded up to a multiple of `ALIGNMENT`."""
-    return -(-size // ALIGNMENT) * ALIGNMENT
+    return -(-size // ALIGNMENT) * ALIGNMENT  # -(-a // b) rounds up
 
 
 def cut_box(shape: Shape, places: Iterable[tuple[int, int, int]]) -> Box:
@@ -135,13 +136,14 @@ def cut_box(shape: Shape, places: Iterable[tuple[int, int, int]]) -> Box:
 def _part(size: int, count: int, place: int) -> tuple[int, int]:
     """Return the begin and end of part number `place` of `size` elements that are cut into `count`
     parts, as by ``torch.chunk``; the last parts may be empty."""
-    chunk = -(-size // count)
+    chunk = -(-size // count)  # rounded up
     return min(place * chunk, size), min((place + 1) * chunk, size)
 
 
 def cells(entry: LayoutEntry, box: Box) -> Iterator[tuple[Shape, Box]]:
-    """Yield each box of `entry` that has some of `box` along the dimensions that are cut, after its
-    places: for each cut the number of the box's part.
+    """Yield the places and the box of each of the boxes of `entry` that may overlap `box`: those
+    that do so in the dimensions that are cut. The places are the number of the box's part in each
+    cut.
 
     An entry without cuts has one box, which is yielded in any case, with the places ().
     """
@@ -150,14 +152,15 @@ def cells(entry: LayoutEntry, box: Box) -> Iterator[tuple[Shape, Box]]:
 
 
 def _cells(cuts: Sequence[Cut], outer: Box, box: Box) -> Iterator[tuple[Shape, Box]]:
-    """Yield places and box of each part into which `cuts` divide the box `outer`, if it has some of
-    `box` along the dimensions of the cuts. Without cuts yield () and `outer`."""
+    """Yield places and box of each part into which `cuts` divide the box `outer`, if it overlaps
+    `box` in the dimensions of the cuts. Without cuts yield () and `outer`."""
     start, size = outer
     if not cuts:
         yield (), outer
         return
     dim, count, _ = cuts[0]
-    chunk = -(-size[dim] // count)
+    chunk = -(-size[dim] // count)  # rounded up
+    # The overlap in this dimension, from `first` to before `last`, counted from the begin of outer.
     low = box[0][dim] - start[dim]
     first, last = max(low, 0), min(low + box[1][dim], size[dim])
     if first >= last:
@@ -183,8 +186,8 @@ def dtype_named(name: str) -> torch.dtype:
 
 
 def overlap(box: Box, wanted: Box) -> Box:
-    """Return the common part of two boxes. Where they have none, its size is 0 or less in a
-    dimension."""
+    """Return the common part of two boxes. Where they have none, the size of the result is 0 or
+    less in at least one dimension."""
     low = tuple(map(max, box[0], wanted[0]))
     edges = zip(*box, *wanted, strict=True)
     ends = (min(begin + size, first + extent) for begin, size, first, extent in edges)

@@ -40,8 +40,8 @@ class UnreadableError(DiskError):
 
 
 class _Place(NamedTuple):
-    """Where a tensor is: in the layout with the number `layout`, whose entry `number` it is. `part`
-    is the index of the one part that has it; None: of all parts with this layout."""
+    """The place of a tensor: entry `number` of the layout with the number `layout`. `part` is the
+    index of the one part that has the tensor; None: all parts with this layout have some of it."""
 
     layout: int
     number: int
@@ -72,10 +72,12 @@ class Sharing:
         self.rank, self.world_size, self._device = rank, world_size, device
 
     def send(self, numbers: torch.Tensor, root: int, group: Any = None) -> None:
-        """Overwrite `numbers`, a contiguous tensor on the CPU, with that of the rank `root`, which
-        is counted over all ranks. It is a collective of `group`, the default one if it is None."""
+        """Send `numbers`, a contiguous tensor on the CPU, from the rank `root` to the others, whose
+        tensor, of the same shape and type, is overwritten. `root` is counted over all ranks. It is
+        a collective of `group`, the default group if it is None. Raise RuntimeError if a peer is
+        gone."""
         content = numbers.view(-1).view(torch.uint8)
-        if not len(content):  # which `split` would make one part of
+        if not len(content):  # `split` would return one chunk, of no bytes
             return
         for chunk in torch.split(content, CHUNK):
             on_device = chunk.to(self._device) if self.rank == root else self._like(chunk)
@@ -84,7 +86,8 @@ class Sharing:
                 chunk.copy_(on_device)
 
     def _like(self, chunk: torch.Tensor) -> torch.Tensor:
-        """Return a tensor on the device for as many bytes; on the CPU return `chunk` itself."""
+        """Return a new tensor of the shape of `chunk` on this rank's device; on the CPU return
+        `chunk` itself."""
         if self._device.type == "cpu":
             return chunk
         return torch.empty_like(chunk, device=self._device)
@@ -122,15 +125,16 @@ class Reader:
     def __init__(
         self, layouts: Sequence[Layout], parts: Sequence[Part], parts_of_rank: Container[int] = ()
     ) -> None:
+        """Note the place of each tensor that this reader's rank can read."""
         self._layouts, self._parts = layouts, parts
         self._files: dict[Path, FileIO] = {}
         weakref.finalize(self, _close, self._files)
         self._places: dict[str, list[_Place]] = {}  # by a tensor's name
-        self._offsets: dict[int, list[int]] = {}  # of a part's boxes
+        self._offsets: dict[int, list[int]] = {}  # results of `_offsets_in`
         self._indices: dict[tuple[int, Shape], dict[Shape, int]] = {}  # results of `_parts_by`
         self.sharing: Sharing | None = None
         self.devices: Sequence[torch.device] = (CPU,)
-        self._of_ranks: set[str] = set()
+        self._of_ranks: set[str] = set()  # the tensors that ranks have saved for themselves
         for number, layout in enumerate(layouts):
             for place, entry in enumerate(layout):
                 name, is_own = split_own(entry.name)
@@ -147,8 +151,8 @@ class Reader:
         self.of_other_ranks = self._of_ranks - self._places.keys()
 
     def close_files(self) -> None:
-        """Close the files; the next read opens them anew. Loader workers that are forked meanwhile
-        would keep their space on the disk when the checkpoint has been removed."""
+        """Close the files; the next read opens them anew. Else loader workers, which are forks,
+        would hold them open, and the disk's space in use after the checkpoint has been removed."""
         _close(self._files)
 
     def __iter__(self) -> Iterator[str]:
@@ -172,9 +176,9 @@ class Reader:
         return torch.empty(entry.shape, dtype=dtype_named(entry.dtype), device="meta")
 
     def read(self, name: str, template: torch.Tensor | None = None) -> torch.Tensor:
-        """Return a stored tensor, new, on the CPU. Where `template` is a DTensor, return this
-        rank's part as a DTensor that is sharded like it. With `sharing` all ranks call it, in the
-        same order.
+        """Return a stored tensor, new, on the CPU. Where `template` is a DTensor, return a DTensor
+        that is sharded like it, of which this rank's part is on the CPU. With `sharing` all ranks
+        call it, in the same order.
 
         Raises
         ------
@@ -194,6 +198,7 @@ class Reader:
         box = (0,) * len(shape), shape
         if self.sharing is None or name in self._of_ranks:
             return self.read_box(name, box)
+        # The rank whose number is that of the writer of the tensor's begin: see `Sharing`.
         writer, _ = next(self._pieces(name, box), (0, None))
         root = self._parts[writer].rank % self.sharing.world_size if self._parts else 0
         is_root = self.sharing.rank == root
@@ -204,7 +209,7 @@ class Reader:
     def _read_shard(self, name: str, template: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of the stored tensor `name`, cut as the DTensor `template` is.
         With `sharing` only the first of the ranks with the same part reads it, and sends it to the
-        others."""
+        others. Raises as `read`."""
         box = local_box(template)
         if self.sharing is None:
             return self.read_box(name, box)
@@ -213,19 +218,19 @@ class Reader:
             numbers = self.read_box(name, box)
         else:
             numbers = _blank(box[1], self.describe(name).dtype)
-        for group, root, _ in copies:
+        for group, root, _ in copies:  # along each axis of the mesh on which the part is the same
             self.sharing.send(numbers, root, group)
         return numbers
 
     def read_box(self, name: str, box: Box) -> torch.Tensor:
-        """Return a box of a tensor, which this rank reads from all parts that have some of it.
-        Raise KeyError, UnreadableError and HpcDdpError as `read`."""
+        """Return a box of a tensor, new, on the CPU, which this rank reads from all parts that have
+        some of it. Raise KeyError, UnreadableError and HpcDdpError as `read`."""
         start, size = box
         numbers = _blank(size, self.describe(name).dtype)
         count = 0
         for writer, piece in self._pieces(name, box):
             low, extent = overlap((piece.start, piece.size), box)
-            if all(n > 0 for n in extent):
+            if all(length > 0 for length in extent):
                 part = numbers[_slices(low, extent, start)]
                 self._fill(part, writer, piece, low)
                 count += part.numel()
@@ -234,8 +239,8 @@ class Reader:
         return numbers
 
     def _pieces(self, name: str, box: Box) -> Iterator[tuple[int, StoredShard]]:
-        """Yield each stored box of a tensor that may have some of `box`, after the index of the
-        part that has the stored one."""
+        """Yield, for each stored box of the tensor `name` that may overlap `box`, the index of the
+        rank's part that has the stored box, and the stored box, with its offset in the file."""
         for place in self._places[name]:
             entry = self._layouts[place.layout][place.number]
             axes = tuple(cut.axis for cut in entry.cuts)
@@ -243,14 +248,15 @@ class Reader:
                 index = place.part
                 if index is None:
                     index = self._parts_by(place.layout, axes).get(coordinates)
-                if index is not None:
+                if index is not None:  # else the parts of another layout have the box
                     part = self._parts[index]
                     offset = part.offset + self._offsets_in(index)[place.number]
                     yield index, StoredShard(name, entry.dtype, entry.shape, start, size, offset)
 
     def _parts_by(self, layout: int, axes: Shape) -> dict[Shape, int]:
-        """Return the indices of the parts whose layout has the number `layout`, by their
-        coordinates on `axes`, which are indices of coordinates."""
+        """Return the indices of the parts whose layout has the number `layout`, by the parts'
+        coordinates with the indices `axes`; of parts with the same ones the last. The result is
+        kept for the next call."""
         key = layout, axes
         if key not in self._indices:
             self._indices[key] = {
@@ -261,7 +267,8 @@ class Reader:
         return self._indices[key]
 
     def _offsets_in(self, index: int) -> list[int]:
-        """Return at which byte of the part with the number `index` each of its boxes begins."""
+        """Return the byte at which each box of the part with the number `index` begins in the part.
+        The result is kept for the next call."""
         if index not in self._offsets:
             part = self._parts[index]
             self._offsets[index] = offsets_of(self._layouts[part.layout], part.coordinates)
@@ -269,10 +276,11 @@ class Reader:
 
     def _fill(self, part: torch.Tensor, writer: int, piece: StoredShard, low: Shape) -> None:
         """Fill the tensor `part`, a box that begins at `low`, from the stored box `piece`, which is
-        in the file of the rank part with the index `writer`. Whole rows are read. Raise
-        UnreadableError if the disk does not answer for a minute."""
+        in the file of the rank part with the index `writer`. Whole rows of the stored box are read,
+        into `part` itself where it has whole rows. Raise UnreadableError if the disk does not
+        answer for a minute."""
         path = self._parts[writer].path
-        shape = (*part.shape[:1], *piece.size[1:])
+        shape = (*part.shape[:1], *piece.size[1:])  # () for a scalar
         is_direct = part.is_contiguous() and part.shape == shape
         rows = part if is_direct else _blank(shape, part.dtype)
         row_size = math.prod(piece.size[1:]) * part.dtype.itemsize
@@ -292,7 +300,7 @@ class Reader:
         """Fill `memory` from byte `offset` of a file on; the file stays open for the next call.
         Raise OSError if it can't be read, ends too early, or lies behind a link of another user's:
         the next call then opens it anew."""
-        if (file := self._files.pop(path, None)) is None:
+        if (file := self._files.pop(path, None)) is None:  # taken out, so that an error closes it
             check_links(path)
             file = FileIO(path)
         try:
@@ -311,7 +319,7 @@ class Reader:
 
 
 def _blank(shape: Shape, dtype: torch.dtype) -> torch.Tensor:
-    """Return memory for a tensor on the CPU, whatever torch's default device is."""
+    """Return an uninitialised tensor on the CPU, whatever torch's default device is."""
     return torch.empty(shape, dtype=dtype, device="cpu")
 
 
@@ -322,6 +330,7 @@ def _close(files: dict[Path, FileIO]) -> None:
 
 
 def _slices(low: Shape, extent: Shape, base: Shape) -> tuple[slice, ...]:
-    """Return the box of the size `extent` that begins at `low`, as slices of a tensor that begins
-    at `base`."""
-    return tuple(slice(a - b, a - b + n) for a, n, b in zip(low, extent, base, strict=True))
+    """Return slices that give the box of the size `extent` that begins at `low`, in a tensor that
+    begins at `base`."""
+    edges = zip(low, extent, base, strict=True)
+    return tuple(slice(first - zero, first - zero + size) for first, size, zero in edges)

@@ -1,8 +1,8 @@
-"""Which part of each tensor a rank writes, and the memory from which it does.
+"""The part of each tensor that a rank writes, and the memory from which it writes.
 
 A tensor is stored as boxes of its global shape, so that what W ranks wrote can be read by any
-number of ranks, whole or sharded in another way (`resharding.Reader`). `state.my_parts` chooses the
-boxes of each rank.
+number of ranks, whole or sharded in another way (`resharding.Reader`). `rank_part.parts_of_rank`
+chooses the boxes of each rank.
 """
 
 from __future__ import annotations
@@ -63,6 +63,7 @@ def rows(tensor: torch.Tensor, low: int, high: int) -> LocalShard | None:
     if low <= 0 and tensor.nbytes <= high:
         return whole(tensor)
     count = tensor.shape[0] if tensor.dim() else 1
+    # The numbers of the first rows at each edge or behind it: rounded up, and from 0 to `count`.
     first, last = (min(max(-(-edge * count // tensor.nbytes), 0), count) for edge in (low, high))
     if first >= last:
         return None
@@ -73,11 +74,12 @@ def rows(tensor: torch.Tensor, low: int, high: int) -> LocalShard | None:
 
 
 def share_of(total: int, rank: int, size: int) -> tuple[int, int]:
-    """Return which of `total` bytes rank `rank` of `size` ranks writes, as first byte and end; (0,
-    0) for none. Where there are several shares, each has at least `LEAST_SHARE` bytes, and the
-    ranks that have one are spread over the nodes."""
-    count = max(1, min(size, total // LEAST_SHARE))
-    number = -(-rank * count // size)  # of the first share that begins at this rank or later
+    """Return the share of `total` bytes that rank `rank` of `size` ranks writes, as first byte and
+    end; (0, 0) for none. Where there are several shares, each has at least `LEAST_SHARE` bytes, and
+    the ranks with a share are spread over the nodes."""
+    count = max(1, min(size, total // LEAST_SHARE))  # shares
+    # Share n is that of rank n * size // count. The first share of this rank or a later one:
+    number = -(-rank * count // size)
     if number * size // count != rank:
         return 0, 0
     return total * number // count, total * (number + 1) // count
@@ -102,7 +104,8 @@ class StagingBuffer:
 
     def fill(self, parts: Mapping[str, LocalShard]) -> None:
         """Begin to copy the parts into the buffer, over the former ones. A thread may read the
-        buffer only after `wait`.
+        buffer only after `wait`. If the parts lie in other places than before, allocate the memory
+        anew; a message is printed if it can't be pinned.
 
         The copies are queued in the devices' current streams. So later work of the training there
         comes after them, and the host waits for nothing.
@@ -110,27 +113,27 @@ class StagingBuffer:
         pieces, size = lay_out(parts)
         if pieces != self.pieces:
             self._allocate(pieces, size)
-        accelerators = {part.numbers.device for part in parts.values()}
-        accelerators = {device for device in accelerators if devices.is_accelerator(device)}
+        sources = {part.numbers.device for part in parts.values()}
+        accelerators = [device for device in sources if devices.is_accelerator(device)]
         begins = [devices.mark(device, timed=True) for device in accelerators]
         for segments, part in zip(self._segments, parts.values(), strict=True):
-            _copy(part.numbers.detach(), segments)
+            _begin_copy(part.numbers.detach(), segments)
         ends = [devices.mark(device, timed=True) for device in accelerators]
         self._copies = list(zip(begins, ends, strict=True))
 
     def wait(self) -> float:
-        """Wait until the copies are done; return how long the slowest device took for its own, in
-        seconds: 0 on the CPU, and where a device does not tell. Any thread may call it, and has the
-        rank's device as its current one from then on, also where nothing was copied."""
-        devices.use(self._device)  # a thread begins with the node's first one, and opens it
+        """Wait until the copies are done; return the time that the slowest device took for its
+        copies, in seconds: 0 on the CPU, and where a device does not tell. Any thread may call it;
+        the rank's device is the thread's current one from then on, also if nothing was copied."""
+        devices.use(self._device)  # a new thread has the node's first device, and would open it
         for _, end in self._copies:
             end.synchronize()
         times = [devices.elapsed_s(begin, end) for begin, end in self._copies]
         return max((seconds for seconds in times if not math.isnan(seconds)), default=0.0)
 
     def _allocate(self, pieces: list[StoredShard], size: int) -> None:
-        """Replace the memory by blocks of `size` bytes in all, and note where each piece lies in
-        them."""
+        """Replace the memory by blocks of `size` bytes in all, and set `pieces` and the memory of
+        each piece in the blocks."""
         self._segments, self._blocks = [], []  # free the old ones first
         for first in range(0, size, BLOCK):
             self._blocks.append(self._allocate_block(min(BLOCK, size - first)))
@@ -140,16 +143,18 @@ class StagingBuffer:
     def _allocate_block(self, size: int) -> torch.Tensor:
         """Return `size` bytes of the host's memory, uint8 of shape (size,), pinned if they can be.
         The first time that they can't, print a message."""
-        # Named, since torch's default device may be another one.
-        memory = partial(torch.empty, size, dtype=torch.uint8, device="cpu")
+        # The CPU is named, since torch's default device may be another one.
+        allocate = partial(torch.empty, size, dtype=torch.uint8, device="cpu")
         if self._pins:
             try:
-                return memory(pin_memory=True)
+                return allocate(pin_memory=True)
             except RuntimeError as error:
                 self._pins = False
-                why = str(error).partition("\n")[0]
-                say(f"saves hold the training up for their copy: no memory can be locked ({why})")
-        return memory()
+                reason = str(error).partition("\n")[0]
+                say(
+                    f"saves hold the training up for their copy: no memory can be locked ({reason})"
+                )
+        return allocate()
 
     def is_finite(self, names: Container[str]) -> bool:
         """Return whether this rank's numbers of the tensors in `names` are finite; True without
@@ -178,7 +183,8 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
 
 def words(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a tensor's memory as 64-bit integers of shape (n,), and its last bytes, fewer than 8,
-    as uint8. Both are of a copy where the tensor is not contiguous or not aligned."""
+    as uint8. Both are of a copy where the tensor is not contiguous, or does not begin at a multiple
+    of 8 bytes."""
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
     if flat.storage_offset() * flat.itemsize % 8 or flat.stride() != (1,):
         flat = flat.clone(memory_format=torch.contiguous_format)
@@ -192,7 +198,7 @@ def _segments(piece: StoredShard, blocks: list[torch.Tensor]) -> list[torch.Tens
     (numbers,)."""
     dtype = dtype_named(piece.dtype)
     begin, end = piece.offset, piece.offset + math.prod(piece.size) * dtype.itemsize
-    segments, first = [], 0
+    segments, first = [], 0  # first: byte of the next block
     for block in blocks:
         low, high = (min(max(edge - first, 0), block.numel()) for edge in (begin, end))
         if low < high:
@@ -201,9 +207,9 @@ def _segments(piece: StoredShard, blocks: list[torch.Tensor]) -> list[torch.Tens
     return segments
 
 
-def _copy(numbers: torch.Tensor, segments: list[torch.Tensor]) -> None:
-    """Begin to copy a tensor into `segments`, which have as many numbers together, in the current
-    stream of its device."""
+def _begin_copy(numbers: torch.Tensor, segments: list[torch.Tensor]) -> None:
+    """Begin to copy a tensor, in the current stream of its device, into `segments`, which together
+    have as many numbers."""
     # torch takes an asynchronous copy's conjugate on the host, perhaps before the copy is there.
     numbers = numbers.resolve_conj().resolve_neg()
     if len(segments) == 1:
@@ -216,8 +222,8 @@ def _copy(numbers: torch.Tensor, segments: list[torch.Tensor]) -> None:
 
 
 def _is_finite(numbers: torch.Tensor) -> bool:
-    """Return whether there is no NaN or infinity, by the sum, in which they would show; True for
-    integers."""
+    """Return whether there is no NaN or infinity, by the sum, which is not finite if a number is
+    not. False also if the sum overflows; True for integers."""
     if numbers.is_complex():
         numbers = torch.view_as_real(numbers)
     if not numbers.is_floating_point():
@@ -229,7 +235,8 @@ def _is_finite(numbers: torch.Tensor) -> bool:
 
 
 def lay_out(parts: Mapping[str, LocalShard]) -> tuple[list[StoredShard], int]:
-    """Return the place of each part in the rank's data file, and the size of all parts in bytes."""
+    """Return the place of each part in the rank's data file, in the order of `parts`, and the size
+    of all parts, with the gaps of the alignment, in bytes."""
     pieces, offset = [], 0
     for name, (numbers, shape, start, size, cuts) in parts.items():
         dtype = str(numbers.dtype).removeprefix("torch.")

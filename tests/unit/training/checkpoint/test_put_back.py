@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 
 from hpc_ddp.core.errors import HpcDdpError
 from hpc_ddp.training.checkpoint import optimizer_state, plain_state, put_back, state
+from hpc_ddp.training.checkpoint.rank_part import parts_of_rank
 from hpc_ddp.training.checkpoint.storage import shards
 from hpc_ddp.training.checkpoint.storage.layout import StoredShard
 from hpc_ddp.training.checkpoint.storage.resharding import Reader
@@ -44,7 +45,7 @@ def load_state(
     stage: bool = False,
     added: tuple[str, ...] = (),
 ) -> None:
-    reader = reader_of([write_buffer(folder / "data", state.my_parts(result, ParallelDims()))])
+    reader = reader_of([write_buffer(folder / "data", parts_of_rank(result, ParallelDims()))])
     put_back.put_back(objects, result.tree, reader, 7, stage, added)
 
 
@@ -295,7 +296,7 @@ def store_state(folder: Path, objects: dict[str, Any], world_size: int = 1) -> N
     """Write a state as `world_size` ranks would; no manifest."""
     collected = state.collect(objects)
     for rank in range(world_size):
-        parts = state.my_parts(collected, ParallelDims(rank, world_size))
+        parts = parts_of_rank(collected, ParallelDims(rank, world_size))
         _, pieces = write_buffer(folder / f"tensors-{rank}", parts)
         torch.save(list(map(tuple, pieces)), folder / f"pieces-{rank}")
     torch.save(collected.tree, folder / "tree")
@@ -470,7 +471,7 @@ def test_a_tensor_that_no_rank_has_stored_is_named(tmp_path: Path) -> None:
         put_back.put_back({"x": Holds()}, {"x": {"value": plain_state.TENSOR}}, Reader([], []), 1)
 
 
-@pytest.mark.parametrize("kind", put_back.OF_DEVICES)
+@pytest.mark.parametrize("kind", put_back.DEVICE_ERRORS)
 def test_an_error_of_the_device_is_none_of_the_checkpoint(
     tmp_path: Path, kind: type[RuntimeError]
 ) -> None:
@@ -493,7 +494,7 @@ def test_an_error_of_a_weights_copy_is_none_of_the_checkpoint(
     monkeypatch.setattr(torch.Tensor, "copy_", copy)
     saved = {"weight": torch.ones(2, 2), "bias": torch.ones(2)}
     with pytest.raises(RuntimeError, match="CUDA out of memory") as caught:
-        put_back._load("m", nn.Linear(2, 2), saved, step=4)
+        put_back._load_object("m", nn.Linear(2, 2), saved, step=4)
     assert "this program's objects" not in str(caught.value)
 
 
@@ -582,7 +583,7 @@ def test_stages_make_a_whole_and_a_whole_makes_stages(tmp_path: Any) -> None:
     for rank in range(4):
         collected = state.collect(stages[rank // 2])
         trees.append(collected.tree)
-        parts = state.my_parts(collected, ParallelDims(rank, 4, pp=2))
+        parts = parts_of_rank(collected, ParallelDims(rank, 4, pp=2))
         files.append(write_buffer(tmp_path / f"tensors-{rank}", parts))
     tree, reader = state.merge_trees(trees[0], trees[2]), reader_of(files)
 
@@ -718,13 +719,13 @@ def test_settings_that_a_checkpoint_undoes_are_named() -> None:
     trained.add([stored, equal, other])
     stored.param_groups[0]["lr"] = 0.05
     tree = state.collect({"o": stored}, trained=trained).tree
-    assert put_back.find_ignored_settings({"o": equal, "x": Holds(1)}, tree, trained) == []
-    notes = sorted(put_back.find_ignored_settings({"o": other}, tree, trained))
+    assert optimizer_state.find_ignored_settings({"o": equal, "x": Holds(1)}, tree, trained) == []
+    notes = sorted(optimizer_state.find_ignored_settings({"o": other}, tree, trained))
     assert [note.partition(":")[2].partition(":")[0] for note in notes] == [
         " betas was (0.9, 0.999), and the script makes it (0.5, 0.6)",
         " lr was 0.1, and the script makes it 0.2",
     ]
-    assert put_back.find_ignored_settings({"o": other}, {"o": {}}, trained) == []
+    assert optimizer_state.find_ignored_settings({"o": other}, {"o": {}}, trained) == []
 
 
 def test_a_schedule_that_a_checkpoint_undoes_is_named() -> None:
@@ -737,8 +738,8 @@ def test_a_schedule_that_a_checkpoint_undoes_is_named() -> None:
 
     tree = state.collect({"s": make(10)}).tree
     trained = TrainedParameters()
-    assert put_back.find_ignored_settings({"s": make(10)}, tree, trained) == []
-    (note,) = put_back.find_ignored_settings({"s": make(20)}, tree, trained)
+    assert optimizer_state.find_ignored_settings({"s": make(10)}, tree, trained) == []
+    (note,) = optimizer_state.find_ignored_settings({"s": make(20)}, tree, trained)
     assert note.startswith("s: T_max of scheduler 1 was 10, and the script makes it 20: the")
 
 
@@ -757,7 +758,7 @@ def test_the_way_in_which_a_step_is_computed_is_the_scripts(tmp_path: Path) -> N
     plain = torch.optim.AdamW(model.parameters(), lr=0.5, foreach=False)
     trained.add([stored, plain])
     tree = state.collect({"o": stored}, trained=trained).tree
-    assert put_back.find_ignored_settings({"o": plain}, tree, trained) == []
+    assert optimizer_state.find_ignored_settings({"o": plain}, tree, trained) == []
 
 
 def test_groups_of_an_optimizer_stay_the_same_objects() -> None:

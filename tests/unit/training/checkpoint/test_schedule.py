@@ -13,9 +13,9 @@ from hpc_ddp.core.journal.events import JournalEvent
 from hpc_ddp.training.checkpoint import schedule
 from hpc_ddp.training.checkpoint.schedule import (
     Retention,
-    between_failures,
     prune,
     slowest_save,
+    time_between_failures,
     young_daly,
 )
 from hpc_ddp.training.checkpoint.storage import disk
@@ -77,7 +77,7 @@ def test_a_clock_waits_for_the_save_under_way_and_retries_a_failed_one_soon() ->
     saves.in_flight, saves.failed = False, True
     saves_clock = make_schedule(saves, every=1000.0)
     assert not saves_clock.is_due()
-    saves_clock._last -= 31
+    saves_clock._save_began -= 31
     assert saves_clock.is_due()
 
 
@@ -87,20 +87,20 @@ def test_the_auto_interval_is_young_and_dalys(capsys: Any) -> None:
         for event, at in (("first_step", 0), ("checkpoint", 10), (end, 28_800)):
             more = {"stall_s": 0.5, "write_s": 2.5} if event == "checkpoint" else {}
             history.append(typed(event, 1e9 + at, attempt, **more))
-    assert between_failures(history) == 2 * 86_400 / 3
+    assert time_between_failures(history) == 2 * 86_400 / 3
     saves = Saves()
     saves_clock = make_schedule(
         saves,
         every="auto",
         slowest_save_s=slowest_save(history),
-        failure_interval_s=between_failures(history),
+        failure_interval_s=time_between_failures(history),
     )
     assert saves_clock.save_s() == 3.0
     assert not saves_clock.is_due()
     saves.slowest_save_s, saves.stall_s = 1.0, 0.5
     for _ in range(2):
-        saves_clock.saved()
-    assert saves_clock._every == pytest.approx(240)
+        saves_clock.note_save()
+    assert saves_clock._every_s == pytest.approx(240)
     assert capsys.readouterr().err == (
         "hpc-ddp: saving every 240 s: a save holds the training up for 0.500 s, and a failure is"
         " expected every 16.0 h; together 0.42 % of the time\n"
@@ -129,7 +129,7 @@ def test_a_save_is_due_after_its_interval(
         assert not rank_1.is_due()
         clock.now += 1
     assert (result.index(True) if True in result else None) == due_at
-    planner.saved()
+    planner.note_save()
     assert not planner.is_due()
 
 
@@ -138,15 +138,15 @@ def test_the_interval_is_within_bounds(clock: Clock, capsys: pytest.CaptureFixtu
     for stall_s, slowest_s, every in ((0.0, 5.0, 20.0), (1e9, 5.0, 3600.0)):
         saves = Saves()
         planner = make_schedule(saves, every="auto")
-        assert planner._every == 30.0
-        planner.saved()  # nothing has been measured
+        assert planner._every_s == 30.0
+        planner.note_save()  # nothing has been measured
         assert capsys.readouterr().err == ""
         saves.stall_s, saves.slowest_save_s = stall_s, slowest_s
-        planner.saved()
-        assert planner._every == every
+        planner.note_save()
+        assert planner._every_s == every
         assert "hpc-ddp: saving every" in capsys.readouterr().err
     rank_1 = make_schedule(saves, rank=1, every="auto")
-    rank_1.saved()
+    rank_1.note_save()
     assert capsys.readouterr().err == ""
     assert planner.save_s() == 5.0
     saves.in_flight = True
@@ -154,51 +154,51 @@ def test_the_interval_is_within_bounds(clock: Clock, capsys: pytest.CaptureFixtu
 
 
 def test_an_attempt_without_steps_is_no_failure() -> None:
-    assert between_failures([]) == 86_400.0
-    assert between_failures([typed("started", 5.0)]) == 86_400.0
+    assert time_between_failures([]) == 86_400.0
+    assert time_between_failures([typed("started", 5.0)]) == 86_400.0
 
 
 def test_the_value_before_is_the_best_again_where_a_save_has_failed() -> None:
     values = schedule.BestValues()
     values.judge(0.5, higher=True)
-    assert values.name(1) is None
-    values.settle(True)
+    assert values.begin_save(1) is None
+    values.end_save(True)
     values.judge(0.9, higher=True)
-    assert values.name(2) is None
-    values.settle(False)
+    assert values.begin_save(2) is None
+    values.end_save(False)
     assert (values.best.value, values.best.step) == (0.9, None)
     values.judge(0.6, higher=True)
-    assert values.name(3) == 0.9
+    assert values.begin_save(3) == 0.9
     assert values.best == schedule.Best(0.5, 1, stale=2)
-    values.settle(True)
+    values.end_save(True)
     assert values.best.step == 1
 
 
 def test_a_better_value_comes_while_a_save_is_under_way() -> None:
     values = schedule.BestValues()
     values.judge(0.5, higher=True)
-    values.name(1)
+    values.begin_save(1)
     values.judge(0.6, higher=True)
-    values.settle(True)  # the first one's
-    assert values.name(2) is None
-    values.settle(False)
-    assert values.name(3) == 0.6
+    values.end_save(True)  # the first one's
+    assert values.begin_save(2) is None
+    values.end_save(False)
+    assert values.begin_save(3) == 0.6
     assert (values.best.value, values.best.step) == (0.5, 1)
 
 
 def test_a_new_best_value_takes_the_place_of_one_that_was_lost() -> None:
     values = schedule.BestValues()
     values.judge(0.5, higher=True)
-    values.name(1)
-    values.settle(False)
+    values.begin_save(1)
+    values.end_save(False)
     values.judge(0.7, higher=True)
-    assert values.name(2) is None
-    values.settle(True)
+    assert values.begin_save(2) is None
+    values.end_save(True)
     assert values.best == schedule.Best(0.7, 2)
     lost = schedule.BestValues()
     lost.judge(0.5, higher=True)
-    lost.name(1)
-    lost.settle(False)
-    assert lost.name(2) == 0.5
+    lost.begin_save(1)
+    lost.end_save(False)
+    assert lost.begin_save(2) == 0.5
     assert lost.best.value is None
     assert lost.best.step is None

@@ -18,7 +18,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.testing._internal.two_tensor import TwoTensor
 
 from hpc_ddp.core.errors import HpcDdpError, UsageError
-from hpc_ddp.training.checkpoint import optimizer_state, plain_state, state
+from hpc_ddp.training.checkpoint import optimizer_state, plain_state, rank_part, state
 from hpc_ddp.training.checkpoint.storage import shards
 from hpc_ddp.training.checkpoint.storage.layout import OWN
 from hpc_ddp.training.checkpoint.storage.shards import StagingBuffer
@@ -80,7 +80,7 @@ def test_ranks_share_the_rows_and_keep_their_buffers(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(shards, "LEAST_SHARE", 1)
     model = nn.BatchNorm1d(4)
     result = state.collect({"m": model, "x": Holds(torch.ones(3))})
-    first, second = (state.my_parts(result, ParallelDims(rank, 2)) for rank in (0, 1))
+    first, second = (rank_part.parts_of_rank(result, ParallelDims(rank, 2)) for rank in (0, 1))
     assert "x.value" in first
     assert "x.value" not in second
     assert "m.running_mean" in first
@@ -183,14 +183,14 @@ def test_a_wrapper_of_torch_changes_no_name(wrap: Callable[[nn.Module], nn.Modul
 def test_replicas_of_shards_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """One node would write the checkpoint of a model with a replica on each. Few bytes are the
     first one's, as those without any."""
-    monkeypatch.setattr(state, "is_sharded", lambda tensor: True)
+    monkeypatch.setattr(rank_part, "is_sharded", lambda tensor: True)
     sizes = {"a": 5, "b": 5, "none": 0, "c": 3, "d": 3, "e": 4, "last": 0}
     result = state.State(tensors={name: torch.ones(size) for name, size in sizes.items()})
 
     def names_of(replica: int) -> set[str]:
         place = replica, 2
-        monkeypatch.setattr(state, "place_among_copies", lambda tensor, dims: place)
-        return state._my_copies(result, ParallelDims())
+        monkeypatch.setattr(rank_part, "place_among_copies", lambda tensor, dims: place)
+        return rank_part._copies_to_write(result, ParallelDims())
 
     for tensor in result.tensors.values():
         placement = SimpleNamespace(is_replicate=lambda: True)
@@ -328,14 +328,14 @@ def test_private_objects_and_weights_are_kept_for_each_rank() -> None:
     assert "model.0.weight" in collected.equal
     assert not collected.equal.keys() & collected.private
     for rank in (0, 1):
-        parts = state.my_parts(collected, ParallelDims(rank, 2))
+        parts = rank_part.parts_of_rank(collected, ParallelDims(rank, 2))
         assert {name for name in parts if OWN in name} == {f"{n}{OWN}" for n in collected.private}
     buffer = StagingBuffer(CPU)
     buffer.fill(parts)
     assert buffer.is_finite(collected.trained)
     with torch.no_grad():
         model.get_parameter("1.weight").fill_(torch.inf)
-    buffer.fill(state.my_parts(collected, ParallelDims(1, 2)))
+    buffer.fill(rank_part.parts_of_rank(collected, ParallelDims(1, 2)))
     assert not buffer.is_finite(collected.trained)
 
 
@@ -344,7 +344,7 @@ def test_a_frozen_mask_of_infinities_counts_as_finite() -> None:
     model.mask = nn.Parameter(torch.full((2,), -torch.inf), requires_grad=False)
     collected = state.collect({"model": model})
     buffer = StagingBuffer(CPU)
-    buffer.fill(state.my_parts(collected, ParallelDims()))
+    buffer.fill(rank_part.parts_of_rank(collected, ParallelDims()))
     assert buffer.is_finite(collected.trained)
     assert not buffer.is_finite(collected.replicated)
 

@@ -399,12 +399,12 @@ def test_the_others_wait_for_rank_0_beyond_the_limit_of_a_wait(
     messages, order, wakes = Queue[Any](), list[int](), Queue[None]()
 
     def enter_second() -> None:
-        with process_group.first_alone(PairControl(1, messages), lambda: wakes.put(None)):
+        with process_group.run_first_alone(PairControl(1, messages), lambda: wakes.put(None)):
             order.append(1)
 
     second = threading.Thread(target=enter_second)
     second.start()
-    with process_group.first_alone(PairControl(0, messages), lambda: None):
+    with process_group.run_first_alone(PairControl(0, messages), lambda: None):
         for _ in range(3):
             wakes.get(timeout=60)
         order.append(0)
@@ -431,14 +431,14 @@ def test_a_block_of_rank_0_within_another_sends_one_message_at_a_time(
             return message
 
     control = Sender()
-    with process_group.first_alone(control, int), process_group.first_alone(control, int):
+    with process_group.run_first_alone(control, int), process_group.run_first_alone(control, int):
         assert enough.wait(60)
     assert clashes == []
 
 
 def test_after_an_error_of_rank_0_no_other_goes_on() -> None:
     messages = Queue[Any]()
-    with pytest.raises(KeyError), process_group.first_alone(PairControl(0, messages), int):
+    with pytest.raises(KeyError), process_group.run_first_alone(PairControl(0, messages), int):
         raise KeyError
     assert messages.empty()
 

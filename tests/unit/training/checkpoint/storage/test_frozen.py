@@ -142,7 +142,7 @@ def test_weights_that_are_trained_from_now_on(run: RunFolder, make: Make) -> Non
 def test_few_frozen_weights_stay_with_the_others(
     run: RunFolder, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(frozen, "LEAST", 600 * 600 * 4 + 600 * 4 + 1)
+    monkeypatch.setattr(frozen, "LEAST_BYTES", 600 * 600 * 4 + 600 * 4 + 1)
     assert Training(make).save()
     assert inodes(run) == [0]
 

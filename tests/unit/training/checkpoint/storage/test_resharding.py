@@ -13,6 +13,7 @@ from torch import nn
 from hpc_ddp.core import file_io
 from hpc_ddp.core.errors import CAN_GO_ON, HpcDdpError
 from hpc_ddp.training.checkpoint import plain_state, put_back, state
+from hpc_ddp.training.checkpoint.rank_part import parts_of_rank
 from hpc_ddp.training.checkpoint.storage import resharding as reader_module
 from hpc_ddp.training.checkpoint.storage.layout import OWN
 from hpc_ddp.training.checkpoint.storage.resharding import Reader, UnreadableError
@@ -129,7 +130,7 @@ def test_a_new_rank_reads_the_first_ranks_buffers(tmp_path: Path, ignored: bool)
     for rank, model in enumerate(models[:2]):
         model.running_mean = torch.full((2,), rank + 1.0)
         collected = state.collect({"model": model})
-        parts = state.my_parts(collected, ParallelDims(rank, 2))
+        parts = parts_of_rank(collected, ParallelDims(rank, 2))
         files.append(write_buffer(tmp_path / f"{rank}", parts))
     means = [reader_of(files, rank).read("model.running_mean")[0].item() for rank in (0, 1, None)]
     assert means == [1.0, 2.0, 1.0]

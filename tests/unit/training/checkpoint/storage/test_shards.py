@@ -11,6 +11,7 @@ import torch
 
 from hpc_ddp.training import devices
 from hpc_ddp.training.checkpoint import state
+from hpc_ddp.training.checkpoint.rank_part import parts_of_rank
 from hpc_ddp.training.checkpoint.storage import shards
 from hpc_ddp.training.checkpoint.storage.shards import (
     StagingBuffer,
@@ -90,7 +91,7 @@ def test_a_staging_buffer_is_allocated_once() -> None:
     buffer = StagingBuffer(CPU)
     places = []
     for _ in range(2):
-        buffer.fill(state.my_parts(collected, ParallelDims()))
+        buffer.fill(parts_of_rank(collected, ParallelDims()))
         places.append(buffer._blocks[0].data_ptr())
     assert places[0] == places[1]
     assert buffer._blocks[0].numel() < sum(t.nbytes for t in collected.tensors.values()) + 64 * 20
