@@ -86,7 +86,7 @@ class Run(ModelSetup):
             seed=self.seed,
             position=self.position,
             device=self.device,
-            check_batch=self._calls.check_batch,
+            check_batch=self._calls.note_batch,
             set_sync=self._sync_gradients,
             end_batch=self._end_batch,
             time_batches=self._timer.batches,
@@ -151,7 +151,7 @@ class Run(ModelSetup):
         no int; OSError where `tensorboard` can't be written.
         """
         self._act()  # as the last loop decided: it was left by break
-        loop = self._calls.in_loop("epochs", total, self._has_tracked, self.position)
+        loop = self._calls.enter_loop("epochs", total, self._has_tracked, self.position)
         with loop as (is_over, site):
             if not is_over and self._loader is not None and self._loader.is_epoch_done:
                 self.position.begin_epoch()
@@ -181,7 +181,7 @@ class Run(ModelSetup):
         UsageError for a body without a `step`.
         """
         self._act()
-        loop = self._calls.in_loop("steps", total, self._has_tracked, self.position)
+        loop = self._calls.enter_loop("steps", total, self._has_tracked, self.position)
         with loop as (is_over, site):
             self._begin_loop(is_over)
             while not is_over and self.position.step < total:
@@ -379,7 +379,7 @@ class Run(ModelSetup):
         return has_own and (self._calls.judged_at is not None or not self._epoch.has_left(0))
 
     def _go_on(self, site: LoopSite) -> None:  # a loop that was taken for left is saved as not
-        if self._calls.go_on(site, self.position):
+        if self._calls.continue_loop(site, self.position):
             self._add_decision(Decision(save=True))
 
     def _add_decision(self, decision: Decision) -> None:
@@ -391,7 +391,7 @@ class Run(ModelSetup):
         if decision.reason != NONE:
             self._stop(decision.reason)
         if decision.save:
-            self._calls.check_judged(self.position.step)
+            self._calls.close_judgement(self.position.step)
             self._consensus.end_pause()
             self._manager.save()
             self._schedule.saved()

@@ -14,7 +14,7 @@ from hpc_ddp.training.checkpoint.manager import CheckpointManager
 from hpc_ddp.training.checkpoint.restore import non_finite_error
 from hpc_ddp.training.checkpoint.save import Checkpoints
 from hpc_ddp.training.checkpoint.schedule import Retention
-from hpc_ddp.training.data.batches import to_host
+from hpc_ddp.training.data.batches import move_to_host
 from hpc_ddp.training.devices import choose_devices
 from hpc_ddp.training.models import rng
 from hpc_ddp.training.models.mesh import ParallelDims
@@ -207,7 +207,7 @@ class Worker(Member):
         """Return the values of all ranks, by rank, on each rank: ``max(run.gather(x))``. The values
         must be small, and ones that can be pickled; tensors arrive on the CPU and without a graph.
         All ranks call it; raise RuntimeError if a peer is gone."""
-        values: list[Any] = self._control.from_first(self._control.to_first(to_host(value)))
+        values: list[Any] = self._control.from_first(self._control.to_first(move_to_host(value)))
         beat()
         return values
 

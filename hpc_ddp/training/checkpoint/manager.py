@@ -26,7 +26,7 @@ from hpc_ddp.training.checkpoint.schedule import Best, BestValues
 from hpc_ddp.training.checkpoint.state import State, merge_trees, my_parts, unwrap
 from hpc_ddp.training.checkpoint.storage.resharding import Sharing
 from hpc_ddp.training.checkpoint.storage.shards import StagingBuffer
-from hpc_ddp.training.data.order import Position, derive
+from hpc_ddp.training.data.order import Position, derive_seed
 from hpc_ddp.training.models import rng
 from hpc_ddp.training.models.ddp import BucketOrders
 from hpc_ddp.training.models.dtensor import is_sharded, local_copies
@@ -110,7 +110,7 @@ class CheckpointManager:
         self._refuse_misfits(state.collect(objects, per_rank))  # what can't be saved is refused now
         self.objects, self._data, self._per_rank = dict(objects), dict(data), tuple(per_rank)
         # Models and splits are made by now: they were to be equal on all ranks, the rest is not.
-        rng.seed_all(derive(self._seed, self._dims.stream, 0, 0), self._devices)
+        rng.seed_all(derive_seed(self._seed, self._dims.stream, 0, 0), self._devices)
         checkpoint = self._checkpoints.restore()
         if checkpoint is None:
             self.has_tracked = True

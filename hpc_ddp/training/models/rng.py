@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from hpc_ddp.training import devices
-from hpc_ddp.training.data.order import derive
+from hpc_ddp.training.data.order import derive_seed
 
 
 def seed_all(seed: int, places: Sequence[torch.device] = ()) -> None:
@@ -29,7 +29,7 @@ def seed_all(seed: int, places: Sequence[torch.device] = ()) -> None:
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed % 2**32)
     for index, device in enumerate(_accelerators(places)):
-        devices.seed(device, derive(seed, index) if index else seed)
+        devices.seed(device, derive_seed(seed, index) if index else seed)
 
 
 def snapshot(places: Sequence[torch.device] = ()) -> dict[str, Any]:

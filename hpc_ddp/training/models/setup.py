@@ -16,7 +16,7 @@ from hpc_ddp.core.journal.events import TrainingBegun
 from hpc_ddp.training.checkpoint.state import unwrap, without_ddp
 from hpc_ddp.training.data.call_order import CallOrder
 from hpc_ddp.training.data.loader import Batch, Loader, Shard
-from hpc_ddp.training.data.order import MicroBatch, derive, make_plan
+from hpc_ddp.training.data.order import MicroBatch, derive_seed, make_plan
 from hpc_ddp.training.data.own_data import StatefulLoaders
 from hpc_ddp.training.data.rerun_lines import Resume
 from hpc_ddp.training.devices import is_accelerator
@@ -339,7 +339,7 @@ class ModelSetup(Worker):
             self._loader.rolls = not has_epochs
         is_in_epoch = has_epochs and self._epoch.is_watched and position.epoch_steps > 0
         self._manager.generators.begin_loop(
-            derive(self.seed, position.step, self._dims.stream),
+            derive_seed(self.seed, position.step, self._dims.stream),
             is_checkpoints=calls.is_checkpoints,
             is_over=is_over,
             is_in_epoch=is_in_epoch,
@@ -385,7 +385,7 @@ class ModelSetup(Worker):
         """
         calls, position = self._calls, self.position
         calls.end_left_loop()
-        if calls.is_before(position):
+        if calls.is_before_loop_of(position):
             self._say(
                 "run.load_best was called before a loop that the run is in by now: the checkpoint's"
                 " weights stay"
@@ -393,7 +393,7 @@ class ModelSetup(Worker):
             return self._manager.best.step or position.step
         if not calls.loop:
             self._resume.go_behind_loop(position)
-            calls.abandon(position)
+            calls.abandon_loops(position)
         step = self._manager.load_best(model, saves=not calls.loop)
         beat()
         return step
