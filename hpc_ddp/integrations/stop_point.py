@@ -34,7 +34,7 @@ from hpc_ddp.training import devices
 from hpc_ddp.training.checkpoint.library import LibraryCheckpoints
 from hpc_ddp.training.checkpoint.schedule import Retention
 from hpc_ddp.training.models.ddp import BucketOrders
-from hpc_ddp.training.models.dtensor import gathered
+from hpc_ddp.training.models.dtensor import gather_whole
 from hpc_ddp.training.options import Options
 from hpc_ddp.training.process.control import Control, LoneControl
 from hpc_ddp.training.process.control_tree import open_control
@@ -217,7 +217,7 @@ class StopPoint(Member):
         self.position.step = self.position.step + 1 if number is None else number
         self.position.epoch = epoch
         self._watchdog.step_done()
-        values = {name: gathered(entry) for name, entry in values.items()}
+        values = {name: gather_whole(entry) for name, entry in values.items()}
         self._check_values(values)
         if self.rank == 0:
             self._metrics.add(self.position, samples, values, total_steps)

@@ -20,7 +20,7 @@ from hpc_ddp.training.data.order import make_plan
 from hpc_ddp.training.data.own_data import OwnData, StatefulLoaders
 from hpc_ddp.training.data.rerun_lines import Resume
 from hpc_ddp.training.models.ddp import check_steps_are_even
-from hpc_ddp.training.models.dtensor import gathered
+from hpc_ddp.training.models.dtensor import gather_whole
 from hpc_ddp.training.models.setup import ModelSetup
 from hpc_ddp.training.models.tracked import GradientWatch, warn_of_untracked
 from hpc_ddp.training.options import Options
@@ -281,7 +281,7 @@ class Run(ModelSetup):
         self.position.step += 1
         self.position.epoch_steps += 1
         self._watchdog.step_done()
-        self._measure({name: gathered(value) for name, value in values.items()})
+        self._measure({name: gather_whole(value) for name, value in values.items()})
         waits = self._calls.loop == "epochs" and self._epoch.has_left(1)  # in the next to last one
         self._add_decision(self._consensus.step_done(self.position.step, wait_for_all=waits))
         self._watch_weights(self._consensus.exchanges)

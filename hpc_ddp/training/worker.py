@@ -121,7 +121,7 @@ class Worker(Member):
         """Read the result of the last `Precision.look`, once, and wait for the device for it. Raise
         HpcDdpError if there is NaN or infinity in the weights, or fp16's scaler does nothing but
         skip steps; OSError if then the checkpoints can't be listed."""
-        if fault := self._precision.non_finite_fault():
+        if fault := self._precision.take_fault():
             raise non_finite_error(self.folder, self.position.step, fault)
 
     def _stop(self, reason: int) -> NoReturn:
@@ -151,7 +151,7 @@ class Worker(Member):
                 hint="let the error of run.track end the script",
             )
         is_stop = isinstance(event, Stopped)
-        self._precision.look()
+        self._precision.start_check()
         self._refuse_non_finite()
         self._manager.save_surely(anew=not is_stop)
         if not is_stop:  # a stop has no time for it, and the next start does it
@@ -267,4 +267,4 @@ class Worker(Member):
             self._refuse_non_finite()
         if exchanges >= self._look_at:
             self._look_at, self._look_answers_at = exchanges + LOOK_EVERY, exchanges + 1
-            self._precision.look()
+            self._precision.start_check()

@@ -141,11 +141,11 @@ def put_flags_back(
             modes = tree[name].get(states.MODES, {})
             changed = []
             parts = [(plain_part(key), part) for key, part in module.named_modules()]
-            as_made = {id(part): trained.as_made(part, part.training) for _, part in parts}
+            as_made = {id(part): trained.flag_as_made(part, part.training) for _, part in parts}
             set_modes(module, {id(part): modes.get(key, as_made[id(part)]) for key, part in parts})
             for key, parameter in module.named_parameters(remove_duplicate=False):
                 flag = needed.get(
-                    plain_name(key), trained.as_made(parameter, parameter.requires_grad)
+                    plain_name(key), trained.flag_as_made(parameter, parameter.requires_grad)
                 )
                 if flag != parameter.requires_grad:
                     parameter.requires_grad_(flag)

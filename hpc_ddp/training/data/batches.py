@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from hpc_ddp.training.devices import CPU, is_accelerator
-from hpc_ddp.training.models.dtensor import gathered
+from hpc_ddp.training.models.dtensor import gather_whole
 
 
 def copy_rows(tensor: torch.Tensor, indices: list[int]) -> torch.Tensor:
@@ -49,7 +49,7 @@ def move_to_host(batch: Any) -> Any:
     tensor: that is a collective of its ranks. Tensors are looked for where `move_to_device` looks.
     """
     return _change_parts(
-        batch, lambda part: gathered(part).cpu() if isinstance(part, torch.Tensor) else None
+        batch, lambda part: gather_whole(part).cpu() if isinstance(part, torch.Tensor) else None
     )
 
 

@@ -157,7 +157,7 @@ class SeededBatches(Dataset[tuple[MicroBatch, Any]]):
             tensors = self.dataset.tensors  # type: ignore[attr-defined]
             return micro_batch, [copy_rows(tensor, indices) for tensor in tensors]
         # In the rank's own process the training draws from the same generators.
-        guard = rng.untouched() if get_worker_info() is None else nullcontext()
+        guard = rng.preserve_generators() if get_worker_info() is None else nullcontext()
         with guard:
             fetch_batch = partial(self._fetch_batch, epoch, indices)
             refetch_last = partial(self._fetch_sample, epoch, indices[-1])

@@ -88,7 +88,7 @@ class IterableBatches(IterableDataset[tuple[MicroBatch, Any]]):
         epoch, start = self._position.epoch, self._position.samples
         stream: Any = self.dataset
         skips = start > 0 and callable(getattr(stream, "skip", None))
-        with rng.untouched():
+        with rng.preserve_generators():
             self.seeds.seed(order.derive_seed(self._seed, epoch))
             set_epoch(stream, epoch)
             if skips:
@@ -113,7 +113,7 @@ class IterableBatches(IterableDataset[tuple[MicroBatch, Any]]):
         # With `even` all ranks have a batch of fewer samples than ranks; else an empty part of a
         # rank repeats the batch's first two samples.
         shared = plan.world_size if plan.even else 2
-        with rng.untouched():
+        with rng.preserve_generators():
             while number < first + plan.size:
                 sample = self._next_sample(source, number)
                 if sample is _END:
@@ -133,7 +133,7 @@ class IterableBatches(IterableDataset[tuple[MicroBatch, Any]]):
     def _collate_batch(self, micro_batch: MicroBatch, samples: dict[int, Any]) -> Any:
         """Return the collated samples of a micro-batch; `samples` are by place in the epoch. The
         loader worker is shown for the time of `collate`."""
-        with rng.untouched():
+        with rng.preserve_generators():
             places = micro_batch.places
             seed = order.derive_seed(self._seed, self._position.epoch, places[0], len(places))
             rng.seed_all(seed)

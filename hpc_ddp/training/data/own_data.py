@@ -144,7 +144,7 @@ def _open_loaded_pass(source: Any) -> None:
     """Have the next ``iter`` of a StatefulDataLoader, whose state was loaded, go on with the pass
     in that state, and draw no random number for it: the pass had drawn its own before the
     checkpoint. If the pass is at its end, ``iter`` still draws for the next pass."""
-    with rng.untouched():
+    with rng.preserve_generators():
         source._iterator = source._get_iterator()
     source._initial_iter_for_state_dict = True  # its ``iter`` then takes `_iterator` as it is
 

@@ -24,11 +24,11 @@ from hpc_ddp.training.models import tracked
 from hpc_ddp.training.models.ddp import (
     check_sparse_gradients,
     compile_for_resume,
+    convert_to_sync_batchnorm,
     fix_bucket_order,
     set_averaging,
-    with_sync_batchnorm,
 )
-from hpc_ddp.training.models.evaluation import Average, averaged, in_eval_mode, share_buffers
+from hpc_ddp.training.models.evaluation import Average, in_eval_mode, make_average, share_buffers
 from hpc_ddp.training.models.meta import Init, materialize
 from hpc_ddp.training.options import Options
 from hpc_ddp.training.process.hang_watchdog import beat
@@ -115,8 +115,8 @@ class ModelSetup(Worker):
         # The ranks of other stages have other layers.
         group = self.mesh["dp"].get_group() if dims.pp > 1 else None
         if sync_batchnorm:
-            model = with_sync_batchnorm(model, self.device, group, self._say)
-        self._precision.watch(model)
+            model = convert_to_sync_batchnorm(model, self.device, group, self._say)
+        self._precision.watch_model(model)
         if len(self.devices) == 1:
             tracked.check_place(model, self.device, self._has_tracked)
             model.to(self.device)
@@ -181,7 +181,7 @@ class ModelSetup(Worker):
         """
         from hpc_ddp.training.models.sharding import share_layers
 
-        self._precision.watch(model)
+        self._precision.watch_model(model)
         share_layers(model, plan, self.mesh["tp"], self.device, init)
         if self._dims.dp == 1:
             materialize(model, self.device, init)
@@ -231,7 +231,7 @@ class ModelSetup(Worker):
                 "precision is 'fp16' with run.fully_shard; accepted: 'fp32', 'bf16'",
                 hint="bf16 needs no scaled gradients",
             )
-        precision.watch(model)
+        precision.watch_model(model)
         mesh = self.mesh["replica", "shard"] if self._dims.replicas > 1 else self.mesh["dp"]
         shard_fully(model, units, mesh, self.device, precision.dtype, offload, init, **options)
         self._wrapped.add(model)
@@ -278,8 +278,8 @@ class ModelSetup(Worker):
     def ema(self, model: torch.nn.Module, decay: float = 0.999) -> Average:
         """Return a copy of the model, without its wrappers, whose weights become an exponential
         moving average of the model's. Name it in `track`, and call its ``update_parameters(model)``
-        after each optimizer step. Raise UsageError as `averaged`."""
-        average = averaged(unwrap(model), decay, self._say)
+        after each optimizer step. Raise UsageError as `make_average`."""
+        average = make_average(unwrap(model), decay, self._say)
         self._averages[average] = ref(model)
         return average
 

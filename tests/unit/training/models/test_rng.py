@@ -34,7 +34,7 @@ def test_each_device_of_a_worker_has_a_generator_of_its_own(
     monkeypatch.setattr(devices, "random_state", states.__getitem__)
     monkeypatch.setattr(devices, "put_random_state", states.__setitem__)
     places = [torch.device("cuda", index) for index in (2, 3)]
-    with rng.untouched():
+    with rng.preserve_generators():
         rng.seed_all(7, places)
         assert states == dict(zip(places, (7, derive_seed(7, 1)), strict=True))
         saved = rng.snapshot(places)
