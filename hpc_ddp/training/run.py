@@ -199,7 +199,7 @@ class Run(ModelSetup):
         and averaged gradient is the mean over the global batch, also where micro-batches differ in
         size at the end of an epoch. DDP averages in the last one of a step. All ranks call it."""
         self._gradients.begin_backward(self.ends_step, self.position.epoch)
-        weighted = self._weighted(loss)
+        weighted = self._weigh(loss)
         self._timer.end_forward()
         self._precision.backward(weighted)
 
