@@ -221,8 +221,8 @@ class StopPoint(Member):
         self._check_values(values)
         if self.rank == 0:
             self._metrics.add(self.position, samples, values, total_steps)
-        decision = self._consensus.step_done(self.position.step, wait_for_all)
-        self._decision = self._decision.joined(decision)
+        decision = self._consensus.note_step(self.position.step, wait_for_all)
+        self._decision = self._decision.combine_with(decision)
         self._timer.start_step()
         return self._decision.save or self._decision.reason != NONE
 

@@ -28,7 +28,7 @@ from hpc_ddp.training.process.hang_watchdog import beat
 from hpc_ddp.training.stops.consensus import Decision
 from hpc_ddp.training.stops.loader_workers import outlive_notices
 from hpc_ddp.training.stops.signals import NONE
-from hpc_ddp.training.telemetry.metrics import number
+from hpc_ddp.training.telemetry.metrics import read_number
 
 
 class Run(ModelSetup):
@@ -89,7 +89,7 @@ class Run(ModelSetup):
             check_batch=self._calls.note_batch,
             set_sync=self._sync_gradients,
             end_batch=self._end_batch,
-            time_batches=self._timer.batches,
+            time_batches=self._timer.time_batches,
             warn=self._say if self.rank == 0 else None,
             **options,
         )
@@ -233,7 +233,7 @@ class Run(ModelSetup):
         UsageError
             `clip_norm` is not above 0
         """
-        if clip_norm is not None and not number("run.update", "clip_norm", clip_norm) > 0:
+        if clip_norm is not None and not read_number("run.update", "clip_norm", clip_norm) > 0:
             raise UsageError(  # a negative one would turn the gradients around
                 f"clip_norm is {clip_norm}; accepted: a number above 0, or None for no clipping"
             )
@@ -283,7 +283,7 @@ class Run(ModelSetup):
         self._watchdog.step_done()
         self._measure({name: gather_whole(value) for name, value in values.items()})
         waits = self._calls.loop == "epochs" and self._epoch.has_left(1)  # in the next to last one
-        self._add_decision(self._consensus.step_done(self.position.step, wait_for_all=waits))
+        self._add_decision(self._consensus.note_step(self.position.step, wait_for_all=waits))
         self._watch_weights(self._consensus.exchanges)
         self._timer.start_step()
         if self._acts_in_step:
@@ -298,7 +298,7 @@ class Run(ModelSetup):
         epoch, or within it (without the run's loader before `step`). Raise UsageError if `value` is
         no number, by the save if the weights have changed since; RuntimeError if a peer is gone.
         """
-        is_best = self._manager.judge(number("run.best", "value", value), higher)
+        is_best = self._manager.judge(read_number("run.best", "value", value), higher)
         self._add_decision(Decision(save=is_best))
         if is_best:
             self._calls.judged_at = self._gradients.weights_step(self.position.step)
@@ -332,7 +332,9 @@ class Run(ModelSetup):
             a peer is gone
         """
         if not self._calls.is_failing():
-            scalars = {name: number("run.finish", name, result) for name, result in results.items()}
+            scalars = {
+                name: read_number("run.finish", name, result) for name, result in results.items()
+            }
             numbers = {n: v if math.isfinite(v) else None for n, v in scalars.items()}  # for JSON
             within = self._env.is_within or None
             self._end(Finished(self.position.step, numbers or None, within=within))
@@ -360,7 +362,7 @@ class Run(ModelSetup):
         if self.rank == 0:
             total = self._calls.total_steps(self._loader)
             self._metrics.add(self.position, self._micro_batch.total, values, total)
-        self._profiler.step_done()
+        self._profiler.count_step()
 
     def _end_batch(self) -> None:
         """Save or stop as the last step decided; called when the loop asks for another batch.
@@ -383,7 +385,7 @@ class Run(ModelSetup):
             self._add_decision(Decision(save=True))
 
     def _add_decision(self, decision: Decision) -> None:
-        self._decision = self._decision.joined(decision)
+        self._decision = self._decision.combine_with(decision)
 
     def _act(self) -> None:
         """Stop, or save, as all ranks have decided since the last call; raises as `step`."""

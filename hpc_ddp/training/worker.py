@@ -26,8 +26,8 @@ from hpc_ddp.training.process.environment import mark_trained, take_run
 from hpc_ddp.training.process.hang_watchdog import beat
 from hpc_ddp.training.process.member import Member
 from hpc_ddp.training.stops.signals import NONE, REASONS
-from hpc_ddp.training.telemetry.metrics import once_for_each_step
-from hpc_ddp.training.telemetry.profiling import Profiler, use_per_sample
+from hpc_ddp.training.telemetry.metrics import make_step_listener
+from hpc_ddp.training.telemetry.profiling import Profiler, peak_share_per_sample
 from hpc_ddp.training.telemetry.sinks import ProgressLines, TensorBoardSink
 
 if TYPE_CHECKING:
@@ -111,7 +111,9 @@ class Worker(Member):
             self._progress = ProgressLines()
         self._make_metrics(
             nodes,
-            use_per_sample(options, self.device, self.world_size * len(self.devices), self._say),
+            peak_share_per_sample(
+                options, self.device, self.world_size * len(self.devices), self._say
+            ),
             [sink.show for sink in (self._board, self._progress) if sink is not None],
         )
         trace = f"attempt-{self._journal.attempt}-rank-{self.rank}.json.gz"
@@ -243,7 +245,7 @@ class Worker(Member):
         run.
         """
         if self.rank == 0:
-            self._metrics.listen(once_for_each_step(hook, self._read_history()))
+            self._metrics.listen(make_step_listener(hook, self._read_history()))
 
     def print(self, *values: Any) -> None:
         """Print values as Python's `print` does, on rank 0 only, at once."""
