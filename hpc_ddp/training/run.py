@@ -332,9 +332,7 @@ class Run(ModelSetup):
             a peer is gone
         """
         if not self._calls.is_failing():
-            scalars = {
-                name: read_number("run.finish", name, result) for name, result in results.items()
-            }
+            scalars = {n: read_number("run.finish", n, v) for n, v in results.items()}
             numbers = {n: v if math.isfinite(v) else None for n, v in scalars.items()}  # for JSON
             within = self._env.is_within or None
             self._end(Finished(self.position.step, numbers or None, within=within))

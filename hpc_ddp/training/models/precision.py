@@ -180,9 +180,9 @@ class Precision:
         step, too.
 
         The scaler's flags of an overflow lie on the device, behind the kernels of the step: a read
-        waits for the kernels. Of an ordinary optimizer the host knows whether the scaler has called
-        it. A fused optimizer is always called, and skips the step on the device: its flags are read
-        if `is_asked`.
+        waits for the kernels. The scaler calls an ordinary optimizer only if it steps, which the
+        host sees. It always calls a fused optimizer, which skips the step on the device: its flags
+        are read if `is_asked`.
         """
         if self._scaler is None:
             optimizer.step()

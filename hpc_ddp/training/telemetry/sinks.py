@@ -63,7 +63,7 @@ def _format_line(fields: dict[str, Any], now: float, first_s: float, first_step:
 
 
 def _scalars(fields: dict[str, Any]) -> dict[str, float]:
-    """Return the numbers among the fields of a metrics line, without ``step`` and ``total_steps``."""
+    """Return the numbers among the fields of a metrics line, without the two numbers of steps."""
     steps = {"step", "total_steps"}
     return {k: v for k, v in fields.items() if k not in steps and isinstance(v, (int, float))}
 
