@@ -36,8 +36,8 @@ class CallOrder:
         self.judged_at: int | None = None  # the step whose weights are to be saved as the best
         self._kind: Kind | None = None  # of the present loop, else of the last one
         self.is_checkpoints = False  # whether the checkpoint was saved in this loop or at its end
-        # Of the present or last loop, from 1. Loops of one kind and total in a row, as after an
-        # error, have one number.
+        # Number of the present or last loop, from 1. Loops of one kind and total in a row, as after
+        # an error, have one number.
         self.number = 0
         self._broken: dict[int, LoopKey] = {}  # loops left before their end, by number
         self._is_left_by_break = False  # the last of them, and not by an exception
@@ -69,8 +69,8 @@ class CallOrder:
         is_over = self._begin(loop, total, position)
         try:
             yield is_over, site
-        except GeneratorExit:  # the script has left the loop
-            if self._site is site and self.loop:  # else `end_left_loop` has noted it
+        except GeneratorExit:  # the script has left the loop before its end
+            if self._site is site and self.loop:  # else `end_left_loop` has noted the break
                 self._note_break(_is_at_break())
             raise
         finally:
@@ -78,8 +78,8 @@ class CallOrder:
                 self.loop = None
 
     def _warn_of_same_total(self, loop: Kind, total: int, is_elsewhere: bool) -> None:
-        """Print a warning if the last loop was left by ``break``, the one that begins has the same
-        kind and total, and it `is_elsewhere` in the script."""
+        """Print a warning if the last loop was left by ``break``, and the loop that begins has the
+        same kind and total and stands at another place of the script (`is_elsewhere`)."""
         was_broken = self.number in self._broken and self._is_left_by_break
         was_broken = was_broken and not sys.exc_info()[1]  # else the script begins it anew
         if is_elsewhere and was_broken and (loop, total) == (self._kind, self.total):

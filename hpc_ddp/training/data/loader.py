@@ -155,9 +155,8 @@ class Loader:
 
     @property
     def is_epoch_done(self) -> bool:
-        """Whether all batches of the run's epoch are done. As a loop begins it shows that the
-        script left a loop by ``break``, and saved behind it: a save in one is after `begin_epoch`.
-        """
+        """Whether all batches of the run's epoch are done. If so as a loop begins, the script has
+        left a loop by ``break`` and saved behind it: a loop saves only after `begin_epoch`."""
         if self.samples is None:
             return self._position.has_ended
         return self.has_left(0)
@@ -250,7 +249,7 @@ class Loader:
         """Open a new iteration; return it, its batches, and the place (in samples) at which they
         begin. An iteration that is no peek counts as a pass of the epoch; with `rolls` it begins
         the next epoch if this one is done. `by_loop` is explained in `Iteration`."""
-        self._end_kept_look(by_loop)
+        self._end_kept_peeks(by_loop)
         is_early = self.is_before_loop
         is_peek = is_early or bool(self._open)
         self._passes += not is_peek
@@ -274,7 +273,7 @@ class Loader:
         if self.rolls and trains:
             self._position.begin_epoch()
 
-    def _end_kept_look(self, by_loop: bool) -> None:
+    def _end_kept_peeks(self, by_loop: bool) -> None:
         """If the iteration about to begin is `by_loop`, end the open peeks whose iterators the
         script keeps: iterations by ``next`` that had no step."""
         for iteration in [*self._open]:
