@@ -120,7 +120,7 @@ class Worker(Member):
         self._profiler = Profiler(options.profile, path / "profile" / trace, announces=is_first)
 
     def _refuse_non_finite(self) -> None:
-        """Read the result of the last `Precision.look`, once, and wait for the device for it. Raise
+        """Read the result of the last `Precision.start_check`, once, and wait for the device. Raise
         HpcDdpError if there is NaN or infinity in the weights, or fp16's scaler does nothing but
         skip steps; OSError if then the checkpoints can't be listed."""
         if fault := self._precision.take_fault():

@@ -67,8 +67,8 @@ class IterableBatches(IterableDataset[tuple[MicroBatch, Any]]):
 
     def _read_blocks(self) -> Iterator[tuple[range, dict[int, Any], bool]]:
         """Yield for each global batch its places, the samples of it that this rank may need, by
-        place, and whether it is the epoch's last batch. Only the next one shows that, so it is read
-        before."""
+        place, and whether it is the epoch's last batch. A batch is yielded after the next one is
+        read, which shows whether it is the last."""
         source, (block, samples) = self.seeds.fetch(self._position.epoch, self._open_and_read)
         while self._plan.steps(len(block)):  # 0 for an empty one, with `drop_last` for a rest
             next_block, next_samples = self._read_block(source, block.stop)
@@ -110,8 +110,8 @@ class IterableBatches(IterableDataset[tuple[MicroBatch, Any]]):
         one behind it. Return its places, and the samples that this rank may need, by place: the
         rank's own, and the first ones, which `BatchPlan.split_batch` may give to all ranks."""
         plan, samples, number = self._plan, dict[int, Any](), first
-        # With `even` all ranks have a batch of fewer samples than ranks; else an empty part of a
-        # rank repeats the batch's first two samples.
+        # With `even` each rank gets a whole batch that has fewer samples than there are ranks;
+        # else a rank without samples repeats the batch's first two.
         shared = plan.world_size if plan.even else 2
         with rng.preserve_generators():
             while number < first + plan.size:
@@ -131,8 +131,8 @@ class IterableBatches(IterableDataset[tuple[MicroBatch, Any]]):
         return next(source, _END)
 
     def _collate_batch(self, micro_batch: MicroBatch, samples: dict[int, Any]) -> Any:
-        """Return the collated samples of a micro-batch; `samples` are by place in the epoch. The
-        loader worker is shown for the time of `collate`."""
+        """Return the collated samples of a micro-batch; `samples` are by place in the epoch. For
+        the time of `collate` torch's ``get_worker_info()`` shows the loader worker."""
         with rng.preserve_generators():
             places = micro_batch.places
             seed = order.derive_seed(self._seed, self._position.epoch, places[0], len(places))

@@ -317,7 +317,7 @@ def total_norm(
     to be the same on all ranks. Raise HpcDdpError for a DTensor with a pending reduction.
     """
     if not _is_spread(tensors, dims):
-        return _local_norm(tensors)
+        return _norm_here(tensors)
     return _norm_over_ranks(tensors, dims, device)
 
 
@@ -341,13 +341,13 @@ def _norm_over_ranks(
     counted = (one for one in tensors if id(one) in private or _is_counted_here(one, dims))
     first_copies = [_local_part(tensor) for tensor in counted]
     filled = [tensor for tensor in first_copies if tensor.numel()]
-    norm = _local_norm(filled) if filled else torch.zeros((), dtype=torch.float32, device=device)
+    norm = _norm_here(filled) if filled else torch.zeros((), dtype=torch.float32, device=device)
     square = norm.to(device, sum_type(device)) ** 2
     dist.all_reduce(square)
     return square.sqrt().float()
 
 
-def _local_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+def _norm_here(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the 2-norm of plain tensors, a scalar; 0 without tensors. For fp16 tensors it is
     computed in fp32, since the largest number in fp16 is 65504."""
     fp16, wider = list[torch.Tensor](), list[torch.Tensor]()
