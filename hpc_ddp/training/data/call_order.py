@@ -115,7 +115,8 @@ class CallOrder:
 
         It is if both have one kind, and either one total or one number. With one total the numbers
         may differ, since a script may leave out earlier loops at a resume, but not if an earlier
-        attempt left this loop by ``break``. With another total something must be left of the loop.
+        attempt left this loop by ``break``. With another total the loop must not be over
+        (`is_over`).
         """
         if not position.loops:  # a fresh run, or an older checkpoint
             return not is_over

@@ -63,8 +63,8 @@ class StatefulLoaders:
 
     If the run `is_resumed`, `on_first_batch` is called, if it is set, as by a `Loader` once before
     the first batch of an epoch: behind the next ``iter`` of one of them. With `control` the ranks
-    agree on the length of an epoch: making a StatefulLoaders is a collective then. Without
-    arguments there are no loaders, and no method does anything.
+    agree on the length of an epoch: making a StatefulLoaders is a collective then. `position` is
+    the run's. Without arguments there are no loaders, and no method does anything.
     """
 
     def __init__(
@@ -129,6 +129,7 @@ def _call_at_iter(source: Any, call: Callable[[], None]) -> None:
     kind = type(source)
 
     def __iter__(self: Any) -> Any:
+        """Put the class back, return an iterator of the source, and run `call`."""
         self.__class__ = kind
         # A StatefulDataLoader with a loaded state, and no iteration yet; others lack the names.
         if getattr(self, "next_iter_state", None) and getattr(self, "_iterator", "") is None:

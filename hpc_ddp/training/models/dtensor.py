@@ -108,9 +108,9 @@ def place_among_copies(tensor: Any, dims: ParallelDims) -> tuple[int, int] | Non
     """Return this rank's number among the ranks of its stage that hold the same part of a DTensor,
     and the count of these ranks; None if this rank's part does not count.
 
-    All ranks of a stage have the tensor, on one mesh or on several, each of which has all of the
-    tensor. Only the mesh that has the stage's first rank counts. Raise HpcDdpError for a tensor
-    with a pending reduction.
+    All ranks of a stage, which `dims` knows, have the tensor, on one mesh or on several, each of
+    which has all of the tensor. Only the mesh that has the stage's first rank counts. Raise
+    HpcDdpError for a tensor with a pending reduction.
     """
     if any(placement.is_partial() for placement in tensor.placements):
         raise HpcDdpError("a tensor with a pending reduction (Partial) can't be saved")
@@ -284,7 +284,8 @@ def clip_gradients(
 ) -> torch.Tensor:
     """Scale the gradients down, in place, if their 2-norm over all ranks is above `limit`; return
     the norm before that, a scalar. Parameters without a gradient are passed over. `private` has the
-    ids of parameters of which each rank has its own.
+    ids of parameters of which each rank has its own; `dims` is this rank's place, and `device` the
+    one on which the ranks add up.
 
     It is a collective with private or sharded parameters, or with pipeline stages. Else the norm is
     that of this rank's gradients, which are the same on all ranks.
@@ -311,7 +312,7 @@ def total_norm(
     tensors: Sequence[torch.Tensor], dims: ParallelDims, device: torch.device
 ) -> torch.Tensor:
     """Return the 2-norm of all tensors of all ranks, each counted once: a scalar, equal on all
-    ranks; 0 without tensors.
+    ranks; 0 without tensors. `dims` and `device` are as in `clip_gradients`.
 
     It is a collective with sharded tensors or pipeline stages. Else this rank's tensors are assumed
     to be the same on all ranks. Raise HpcDdpError for a DTensor with a pending reduction.

@@ -39,8 +39,8 @@ SET_TIMEOUT = ("_set_default_timeout", "set_timeout")
 
 
 def make_mesh(dims: ParallelDims, device: torch.device, timeout: timedelta) -> DeviceMesh:
-    """Return torch's mesh of the run's ranks, with the dimensions of `Run.mesh`. All ranks call it
-    at the same time, since it makes process groups.
+    """Return torch's mesh of the run's ranks, with the dimensions of `Run.mesh`, for tensors on
+    `device`. All ranks call it at the same time, since it makes process groups.
 
     The mesh's groups and the default group get the `timeout` of the run's collectives; rank 0
     prints a message where a backend accepts none. On accelerators DTensor's random generator is
@@ -86,25 +86,25 @@ def _set_timeouts(
 
 
 class _Stage(PipelineStage):
-    """torch's stage of a pipeline, with changes: the backward runs without the autocast of the
-    forward, as torch recommends; gradients are averaged only in the last micro-batch of a batch,
-    if the batch ends a step (`set_averaging`); outputs, which may need more memory than the model,
-    are not kept. The methods are called by torch's schedule."""
+    """torch's stage of a pipeline, with changes; torch's schedule calls the methods."""
 
     def backward_maybe_with_nosync(
         self, kind: Any, options: Any, last_backward: bool = False
     ) -> Any:
-        # DDP's flag, of `set_averaging`; a stage without DDP has none.
+        """Have gradients averaged only in the last micro-batch of a batch, and only if the batch
+        ends a step: DDP then has the flag of `set_averaging`, which a stage without DDP lacks."""
         is_last = last_backward and getattr(self.submod, "require_backward_grad_sync", True)
         backward: Any = super().backward_maybe_with_nosync
         return backward(kind, options, last_backward=is_last)
 
     def forward_one_chunk(self, *args: Any, **options: Any) -> Any:
+        """Return a micro-batch's output; keep none, as they may need more memory than the model."""
         output = super().forward_one_chunk(*args, **options)
         self.output_chunks.clear()
         return output
 
     def backward_one_chunk(self, *args: Any, **options: Any) -> None:
+        """Run a backward without the autocast of the forward, as torch recommends."""
         torch.clear_autocast_cache()
         with torch.autocast(self.device.type, enabled=False):
             super().backward_one_chunk(*args, **options)

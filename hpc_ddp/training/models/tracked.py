@@ -285,7 +285,7 @@ class GradientWatch:
 
     def begin_backward(self, ends_step: bool, epoch: int) -> None:
         """Called before the backward of each micro-batch, which may be the last one of its step
-        (`ends_step`). Warn if earlier micro-batches of the step have left no gradients."""
+        (`ends_step`). Warn if earlier ones of the step, in the same epoch, left no gradients."""
         if self._epoch_amid_step == epoch and self._steps_left:
             weights = [weight for one in self._optimizers for weight in parameters_of(one)]
             if all(weight.grad is None for weight in weights):

@@ -99,9 +99,10 @@ class StopConsensus:
     read at the next one, so that no step waits for them. Exchanges happen at the same steps on all
     ranks, since their period is computed from reduced values only.
 
-    `notices` has this rank's reason to stop, and the end time, in unix seconds: None on a rank that
-    does not watch the time, or without a limit. `timer` gathers step times where a decision asks
-    for it; without a timer nothing is gathered. `exchanges` counts them.
+    `control` carries messages between the ranks. `notices` has this rank's reason to stop, and the
+    end time, in unix seconds: None on a rank that does not watch the time, or without a limit.
+    `timer` gathers step times where a decision asks for it; without a timer nothing is gathered.
+    `exchanges` counts the exchanges.
 
     At an exchange the host waits until `device` has done the work that was queued at the exchange
     before. Else steps of few launches, as with CUDA graphs, would be queued hundreds of steps

@@ -31,7 +31,8 @@ Mark = Any  # a moment: seconds of time.perf_counter, or a torch.Event
 class StepTimer:
     """Times this rank's steps; rank 0 gathers the means of all ranks, and journals them.
 
-    `position` is the run's. `nodes` are, on rank 0, the names of the ranks' nodes, by rank.
+    `control` carries messages between the ranks; `position` is the run's, and `device` this rank's.
+    `nodes` are, on rank 0, the names of the ranks' nodes, by rank.
     Forwards are timed if there are several ranks and `Run.wrap` has set `has_ddp`: forwards under
     other strategies wait for peers.
     """
