@@ -54,10 +54,10 @@ class CallOrder:
         steps. Gives whether nothing of the loop is left (it is done, or an earlier attempt left it
         by ``break``), and the loop's place for `continue_loop`.
 
-        Notes the loop, here and in `position`, and at its end whether the script left it by
-        ``break``. Prints a line for a loop that was left, and a warning for a second one of the
-        same total. Raise UsageError if not `is_tracked`, inside another loop, or if `total` is no
-        int.
+        Ends an earlier loop that the script has left (`end_left_loop`). Notes the new one, here and
+        in `position`, and at its end whether the script left it by ``break``. Prints a line if an
+        earlier attempt left it so, and a warning for a second loop of the same total. Raises
+        UsageError if not `is_tracked`, inside another loop, or if `total` is no int.
         """
         _check_arguments(loop, total, is_tracked)
         self.end_left_loop(begins=True)
@@ -66,7 +66,7 @@ class CallOrder:
         # Three frames are not the script's: this one, contextlib's, and run.epochs or run.steps.
         last_site, self._site = self._site, (site := LoopSite(3))
         self._warn_of_same_total(loop, total, is_elsewhere=site != last_site)
-        is_over = self._begin(loop, total, position)
+        is_over = self._begin_loop(loop, total, position)
         try:
             yield is_over, site
         except GeneratorExit:  # the script has left the loop before its end
@@ -88,7 +88,7 @@ class CallOrder:
                 " in the first; accepted: loops of different totals"
             )
 
-    def _begin(self, loop: Kind, total: int, position: Position) -> bool:
+    def _begin_loop(self, loop: Kind, total: int, position: Position) -> bool:
         """Note that a loop begins, here and, if something of it is left, in `position`. Return
         whether nothing is left. Print a line for a loop that an earlier attempt left by ``break``.
         """
@@ -167,9 +167,9 @@ class CallOrder:
         return self.has_looped and is_earlier and not self.loop
 
     def abandon_loops(self, position: Position) -> None:
-        """Note in `position` the loops that the script has left before their end. Called by a call
-        of the script that stands behind them (``run.load_best``): it shows that the script does not
-        come back to them, as it may after an error."""
+        """Note in `position` that the script does not come back to the loops that it has left
+        before their end, as it may after an error. ``run.load_best`` calls it: a call behind the
+        loops shows this."""
         position.abandoned = {**position.abandoned, **self._broken}
 
     @property

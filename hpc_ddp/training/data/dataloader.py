@@ -46,9 +46,9 @@ def make_dataloader(
 
     `seed` and the epoch decide the order, with `shuffle`, and the random numbers of each sample.
     The batches stay on the host, pinned if `device` is an accelerator. The keyword arguments are
-    DataLoader's. Raise UsageError for one that the run sets itself, that an iterable data set can't
-    have (``persistent_workers``, `shuffle`), or that torch refuses; TypeError for a map-style data
-    set without a length.
+    DataLoader's. Raise UsageError for an option that the run sets itself, that an iterable data set
+    can't have (``persistent_workers``, `shuffle`), or that torch refuses; TypeError for a map-style
+    data set without a length.
     """
     if refused := options.keys() & {"sampler", "batch_sampler", "generator", "in_order"}:
         raise UsageError(

@@ -224,8 +224,8 @@ class FormulaOrder:
         return samples
 
     def _mix(self, places: torch.Tensor) -> torch.Tensor:
-        """Return the number that the network makes of each place, without looking whether a sample
-        has it. Different places give different numbers."""
+        """Return the number that the network makes of each place; it may be too large for a
+        sample's. Different places give different numbers."""
         mask = (1 << self._half) - 1
         high, low = places >> self._half, places & mask
         for key in self._keys:

@@ -178,8 +178,8 @@ def _length_of(loader: DataLoader[Any]) -> int | None:
 
 
 def is_own_loader_open() -> bool:
-    """Return whether an iteration of a DataLoader is under way in this process that is none of a
-    run's. The search through all objects of the process takes some 0.1 s."""
-    kinds = SeededBatches, IterableBatches  # a run's
+    """Return whether an iteration of a DataLoader is under way in this process, except for those of
+    a run's loaders. The search through all objects of the process takes some 0.1 s."""
+    kinds = SeededBatches, IterableBatches  # the data sets of a run's loaders
     iterations = find_living(_BaseDataLoaderIter)
     return any(not isinstance(iteration._dataset, kinds) for iteration in iterations)

@@ -129,8 +129,8 @@ class GeneratorState:
 
 
 def is_generator(thing: Any) -> bool:
-    """Return whether an object is a random generator of torch, numpy or Python whose state can be
-    read, as that of the operating system's (SystemRandom) can't."""
+    """Return whether an object is a random generator of torch, numpy or Python with a state that
+    can be read. Python's SystemRandom, the operating system's, has none."""
     kinds: tuple[type, ...] = (torch.Generator, random.Random)
     if numpy := sys.modules.get("numpy"):
         kinds += (numpy.random.Generator, numpy.random.RandomState)

@@ -320,7 +320,8 @@ class ModelSetup(Worker):
             yield without_ddp(model) if isinstance(model, torch.nn.Module) else model
 
     def _check_tracked(self, objects: Mapping[str, Any]) -> None:
-        """Raise as `check_models` and `check_copies`, and print as `warn_of_stateless`."""
+        """Raise UsageError or HpcDdpError as `check_models` and `check_copies`, and print warnings
+        as `warn_of_stateless`."""
         tracked.check_models(objects, self._wrapped, self._dims.pp > 1)
         tracked.warn_of_stateless(objects, self._say)
         tracked.check_copies(objects.values(), self._wrapped, self._dims)

@@ -95,8 +95,8 @@ class Notices:
         threading.Thread(target=self._listen, name="hpc-ddp notices", daemon=True).start()
 
     def take_signals(self) -> None:
-        """Set the handlers of `SIGNALS`, also in place of those of a library; a SIGHUP that is
-        ignored stays so. Raise ValueError outside of the main thread."""
+        """Set handlers of `SIGNALS` that only wake the thread, also in place of a library's; a
+        SIGHUP that is ignored stays so. Raise ValueError outside of the main thread."""
         for number in SIGNALS:
             is_hang_up = number == signal.SIGHUP
             if not (is_hang_up and signal.getsignal(number) is signal.SIG_IGN):  # under nohup
