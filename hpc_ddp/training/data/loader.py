@@ -185,8 +185,8 @@ class Loader:
 
     def __iter__(self) -> Iterator[Any]:
         """Yield batches on the device, from the run's position on. In an epoch that is done, only
-        the epoch's first batch can be taken, by a peek. With `rolls` the end of the epoch, or a
-        begin at its end, moves the run's position to the next one.
+        the epoch's first batch can be taken, by a peek. With `rolls` the run's position moves on to
+        the next epoch at the end of this one.
 
         Each yielded batch becomes the present `batch`; once a peek is closed, `batch` is again the
         one from before the peek. Raise UsageError for a second batch outside of a run's loop, for a

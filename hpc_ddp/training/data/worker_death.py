@@ -101,12 +101,12 @@ def _explain(error: BaseException, workers: Sequence[BaseProcess]) -> HpcDdpErro
     else:
         how = ""
     if how in ("", "exited unexpectedly"):
-        how = _exit_of(workers) or how
+        how = _wait_for_failure(workers) or how
     hint = HINTS.get(how, "num_workers=0 shows where: the data set then runs in this process")
     return HpcDdpError(f"DataLoader worker {how}", hint=hint) if how else None
 
 
-def _exit_of(workers: Sequence[BaseProcess]) -> str:
+def _wait_for_failure(workers: Sequence[BaseProcess]) -> str:
     """Wait until one of `workers` fails, or all have ended, `DEATH_S` seconds at most. Return how
     the first one in their order failed, as a piece of a sentence; "" where none did.
 

@@ -101,7 +101,7 @@ class Profiler:
 
     def end(self) -> None:
         """End the trace and write it, if one is under way; also called as the run ends, perhaps
-        within the window. Print an OSError, as it would end the training."""
+        within the window. Print an OSError in place of raising it: a trace ends no training."""
         if self._profile is None:
             return
         profile, self._profile = self._profile, None

@@ -79,7 +79,7 @@ def test_a_dead_worker_is_named_by_its_exit_code(
 def test_no_worker_is_waited_for_where_torch_has_named_the_signal(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(worker_death, "_exit_of", pytest.fail)
+    monkeypatch.setattr(worker_death, "_wait_for_failure", pytest.fail)
     assert "signal: Killed" in str(_watch(RuntimeError(KILLED), None))
 
 
