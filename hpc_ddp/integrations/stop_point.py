@@ -34,7 +34,7 @@ from hpc_ddp.training import devices
 from hpc_ddp.training.checkpoint.library import LibraryCheckpoints
 from hpc_ddp.training.checkpoint.schedule import Retention
 from hpc_ddp.training.models.ddp import BucketOrders
-from hpc_ddp.training.models.dtensor import gathered
+from hpc_ddp.training.models.dtensor import gather_whole
 from hpc_ddp.training.options import Options
 from hpc_ddp.training.process.control import Control, LoneControl
 from hpc_ddp.training.process.control_tree import open_control
@@ -218,12 +218,12 @@ class StopPoint(Member):
         self.position.step = self.position.step + 1 if number is None else number
         self.position.epoch = epoch
         self._watchdog.step_done()
-        values = {name: gathered(entry) for name, entry in values.items()}
+        values = {name: gather_whole(entry) for name, entry in values.items()}
         self._check_values(values)
         if self.rank == 0:
             self._metrics.add(self.position, samples, values, total_steps)
-        decision = self._consensus.step_done(self.position.step, wait_for_all)
-        self._decision = self._decision.joined(decision)
+        decision = self._consensus.note_step(self.position.step, wait_for_all)
+        self._decision = self._decision.combine_with(decision)
         self._timer.start_step()
         return self._decision.save or self._decision.reason != NONE
 

@@ -20,7 +20,7 @@ from hpc_ddp.training.data.order import make_plan
 from hpc_ddp.training.data.own_data import OwnData, StatefulLoaders
 from hpc_ddp.training.data.rerun_lines import Resume
 from hpc_ddp.training.models.ddp import check_steps_are_even
-from hpc_ddp.training.models.dtensor import gathered
+from hpc_ddp.training.models.dtensor import gather_whole
 from hpc_ddp.training.models.setup import ModelSetup
 from hpc_ddp.training.models.tracked import GradientWatch, warn_of_untracked
 from hpc_ddp.training.options import Options
@@ -28,7 +28,7 @@ from hpc_ddp.training.process.hang_watchdog import beat
 from hpc_ddp.training.stops.consensus import Decision
 from hpc_ddp.training.stops.loader_workers import outlive_notices
 from hpc_ddp.training.stops.signals import NONE
-from hpc_ddp.training.telemetry.metrics import number
+from hpc_ddp.training.telemetry.metrics import read_number
 
 
 class Run(ModelSetup):
@@ -86,10 +86,10 @@ class Run(ModelSetup):
             seed=self.seed,
             position=self.position,
             device=self.device,
-            check_batch=self._calls.check_batch,
+            check_batch=self._calls.note_batch,
             set_sync=self._sync_gradients,
             end_batch=self._end_batch,
-            time_batches=self._timer.batches,
+            time_batches=self._timer.time_batches,
             warn=self._say if self.rank == 0 else None,
             **options,
         )
@@ -153,7 +153,7 @@ class Run(ModelSetup):
         no int; OSError where `tensorboard` can't be written.
         """
         self._act_on_decision()  # of the last loop, if it was left by break
-        loop = self._calls.in_loop("epochs", total, self._has_tracked, self.position)
+        loop = self._calls.enter_loop("epochs", total, self._has_tracked, self.position)
         with loop as (is_over, site):
             if not is_over and self._loader is not None and self._loader.is_epoch_done:
                 self.position.begin_epoch()
@@ -183,7 +183,7 @@ class Run(ModelSetup):
         UsageError for a body without a `step`.
         """
         self._act_on_decision()
-        loop = self._calls.in_loop("steps", total, self._has_tracked, self.position)
+        loop = self._calls.enter_loop("steps", total, self._has_tracked, self.position)
         with loop as (is_over, site):
             self._begin_loop(is_over)
             while not is_over and self.position.step < total:
@@ -200,7 +200,7 @@ class Run(ModelSetup):
         and averaged gradient is the mean over the global batch, also where micro-batches differ in
         size at the end of an epoch. DDP averages in the last one of a step. All ranks call it."""
         self._gradients.begin_backward(self.ends_step, self.position.epoch)
-        weighted = self._weighted(loss)
+        weighted = self._weigh(loss)
         self._timer.end_forward()
         self._precision.backward(weighted)
 
@@ -230,7 +230,7 @@ class Run(ModelSetup):
         torch.Tensor or None
             the gradients' norm before clipping, a scalar; None without `clip_norm` or `ends_step`
         """
-        if clip_norm is not None and not number("run.update", "clip_norm", clip_norm) > 0:
+        if clip_norm is not None and not read_number("run.update", "clip_norm", clip_norm) > 0:
             raise UsageError(  # a negative one would turn the gradients around
                 f"clip_norm is {clip_norm}; accepted: a number above 0, or None for no clipping"
             )
@@ -278,9 +278,9 @@ class Run(ModelSetup):
         self.position.step += 1
         self.position.epoch_steps += 1
         self._watchdog.step_done()
-        self._measure({name: gathered(value) for name, value in values.items()})
+        self._measure({name: gather_whole(value) for name, value in values.items()})
         waits = self._calls.loop == "epochs" and self._epoch.has_left(1)  # before the last step
-        self._add_decision(self._consensus.step_done(self.position.step, wait_for_all=waits))
+        self._add_decision(self._consensus.note_step(self.position.step, wait_for_all=waits))
         self._watch_weights(self._consensus.exchanges)
         self._timer.start_step()
         if self._acts_in_step:
@@ -295,7 +295,7 @@ class Run(ModelSetup):
         epoch, or within it (without the run's loader before `step`). Raise UsageError if `value` is
         no number, by the save if the weights have changed since; RuntimeError if a peer is gone.
         """
-        is_best = self._manager.judge(number("run.best", "value", value), higher)
+        is_best = self._manager.judge(read_number("run.best", "value", value), higher)
         self._add_decision(Decision(save=is_best))
         if is_best:
             self._calls.judged_at = self._gradients.weights_step(self.position.step)
@@ -329,7 +329,9 @@ class Run(ModelSetup):
             a peer is gone
         """
         if not self._calls.is_failing():
-            scalars = {name: number("run.finish", name, result) for name, result in results.items()}
+            scalars = {
+                name: read_number("run.finish", name, result) for name, result in results.items()
+            }
             finite = {n: v if math.isfinite(v) else None for n, v in scalars.items()}  # for JSON
             within = self._env.is_within or None
             self._end(Finished(self.position.step, finite or None, within=within))
@@ -358,7 +360,7 @@ class Run(ModelSetup):
         if self.rank == 0:
             total = self._calls.total_steps(self._loader)
             self._metrics.add(self.position, self._micro_batch.total, values, total)
-        self._profiler.step_done()
+        self._profiler.count_step()
 
     def _end_batch(self) -> None:
         """Save or stop as the last step decided. The loader calls it when the loop asks for another
@@ -379,11 +381,11 @@ class Run(ModelSetup):
 
     def _go_on(self, site: LoopSite) -> None:
         """Note that the loop at `site` goes on. If it was taken for left, have this saved soon."""
-        if self._calls.go_on(site, self.position):
+        if self._calls.continue_loop(site, self.position):
             self._add_decision(Decision(save=True))
 
     def _add_decision(self, decision: Decision) -> None:
-        self._decision = self._decision.joined(decision)
+        self._decision = self._decision.combine_with(decision)
 
     def _act_on_decision(self) -> None:
         """Stop, or else save, as all ranks have decided since the last call. Raises as `step`."""
@@ -391,7 +393,7 @@ class Run(ModelSetup):
         if decision.reason != NONE:
             self._stop(decision.reason)
         if decision.save:
-            self._calls.check_judged(self.position.step)
+            self._calls.close_judgement(self.position.step)
             self._consensus.end_pause()
             self._manager.save()
             self._schedule.note_save()

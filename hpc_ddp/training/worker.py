@@ -14,7 +14,7 @@ from hpc_ddp.training.checkpoint.manager import CheckpointManager
 from hpc_ddp.training.checkpoint.restore import non_finite_error
 from hpc_ddp.training.checkpoint.save import Checkpoints
 from hpc_ddp.training.checkpoint.schedule import Retention
-from hpc_ddp.training.data.batches import to_host
+from hpc_ddp.training.data.batches import move_to_host
 from hpc_ddp.training.devices import choose_devices
 from hpc_ddp.training.models import rng
 from hpc_ddp.training.models.mesh import ParallelDims
@@ -26,8 +26,8 @@ from hpc_ddp.training.process.environment import mark_trained, take_run
 from hpc_ddp.training.process.hang_watchdog import beat
 from hpc_ddp.training.process.member import Member
 from hpc_ddp.training.stops.signals import NONE, REASONS
-from hpc_ddp.training.telemetry.metrics import once_for_each_step
-from hpc_ddp.training.telemetry.profiling import Profiler, use_per_sample
+from hpc_ddp.training.telemetry.metrics import make_step_listener
+from hpc_ddp.training.telemetry.profiling import Profiler, peak_share_per_sample
 from hpc_ddp.training.telemetry.sinks import ProgressLines, TensorBoardSink
 
 if TYPE_CHECKING:
@@ -117,17 +117,19 @@ class Worker(Member):
             self._progress = ProgressLines()
         self._make_metrics(
             nodes,
-            use_per_sample(options, self.device, self.world_size * len(self.devices), self._say),
+            peak_share_per_sample(
+                options, self.device, self.world_size * len(self.devices), self._say
+            ),
             [sink.show for sink in (self._board, self._progress) if sink is not None],
         )
         trace = f"attempt-{self._journal.attempt}-rank-{self.rank}.json.gz"
         self._profiler = Profiler(options.profile, path / "profile" / trace, announces=is_first)
 
     def _refuse_non_finite(self) -> None:
-        """Wait for the result of the last `Precision.look`, unless it has been read. Raise
+        """Wait for the result of the last `Precision.start_check`, unless it has been read. Raise
         HpcDdpError if there is NaN or infinity in the weights, or fp16's scaler does nothing but
         skip steps; OSError if then the checkpoints can't be listed for the message."""
-        if fault := self._precision.non_finite_fault():
+        if fault := self._precision.take_fault():
             raise non_finite_error(self.folder, self.position.step, fault)
 
     def _stop(self, reason: int) -> NoReturn:
@@ -153,7 +155,7 @@ class Worker(Member):
             return
         self._refuse_unloaded()
         is_stop = isinstance(event, Stopped)
-        self._precision.look()
+        self._precision.start_check()
         self._refuse_non_finite()
         self._manager.save_surely(anew=not is_stop)
         if not is_stop:  # a stop has no time for it, and the next start does it
@@ -220,7 +222,7 @@ class Worker(Member):
         """Return the values of all ranks, by rank, on each rank: ``max(run.gather(x))``. The values
         must be small, and ones that can be pickled; tensors arrive on the CPU and without a graph.
         All ranks call it; raise RuntimeError if a peer is gone."""
-        values: list[Any] = self._control.from_first(self._control.to_first(to_host(value)))
+        values: list[Any] = self._control.from_first(self._control.to_first(move_to_host(value)))
         beat()
         return values
 
@@ -257,7 +259,7 @@ class Worker(Member):
         run.
         """
         if self.rank == 0:
-            self._metrics.listen(once_for_each_step(hook, self._read_history()))
+            self._metrics.listen(make_step_listener(hook, self._read_history()))
 
     def print(self, *values: Any) -> None:
         """Print values as Python's `print` does, on rank 0 only, at once."""
@@ -281,4 +283,4 @@ class Worker(Member):
             self._refuse_non_finite()
         if exchanges >= self._next_look:
             self._next_look, self._result_due = exchanges + LOOK_EVERY, exchanges + 1
-            self._precision.look()
+            self._precision.start_check()

@@ -81,7 +81,7 @@ def make_loader(
 def load(
     dataset: Dataset[Any], cut: BatchPlan, epoch: int = 0, start: int = 0, **options: Any
 ) -> list[Any]:
-    with rng.untouched():
+    with rng.preserve_generators():
         return list(make_loader(dataset, cut, Position(0, epoch, start), **options))
 
 
@@ -164,7 +164,7 @@ def test_a_shard_has_each_sample_once(make: Callable[[], Dataset[Any]], world_si
     rows = []
     for rank in range(world_size):
         shard = Shard(make(), BatchPlan(3 * world_size, rank, world_size), seed=0, device=CPU)
-        with rng.untouched():
+        with rng.preserve_generators():
             batches = list(shard)
         assert make is NoisyStream or len(batches) == len(shard)
         assert all(1 <= len(batch) <= 3 for batch in batches)

@@ -27,7 +27,7 @@ from hpc_ddp.training.checkpoint.schedule import Best, BestValues
 from hpc_ddp.training.checkpoint.state import State, merge_trees, unwrap
 from hpc_ddp.training.checkpoint.storage.resharding import Sharing
 from hpc_ddp.training.checkpoint.storage.shards import StagingBuffer
-from hpc_ddp.training.data.order import Position, derive
+from hpc_ddp.training.data.order import Position, derive_seed
 from hpc_ddp.training.models import rng
 from hpc_ddp.training.models.ddp import BucketOrders
 from hpc_ddp.training.models.dtensor import is_sharded, local_copies
@@ -113,7 +113,7 @@ class CheckpointManager:
         self._refuse_misfits(state.collect(objects, per_rank))  # what can't be saved is refused now
         self.objects, self._data, self._per_rank = dict(objects), dict(data), tuple(per_rank)
         # By now models and splits are made, with random numbers that are equal on all ranks.
-        rng.seed_all(derive(self._seed, self._dims.stream, 0, 0), self._devices)
+        rng.seed_all(derive_seed(self._seed, self._dims.stream, 0, 0), self._devices)
         checkpoint = self._checkpoints.restore()
         if checkpoint is not None:
             self._take_up(checkpoint, added)

@@ -108,7 +108,7 @@ def _put_modes_back(
     as the script has made it."""
     mode_of: dict[int, bool] = {}
     for key, part in module.named_modules():
-        as_made = trained.as_made(part, part.training)
+        as_made = trained.flag_as_made(part, part.training)
         mode_of[id(part)] = modes.get(plain_part(key), as_made)
     set_modes(module, mode_of)
 
@@ -120,7 +120,7 @@ def _put_gradient_flags_back(
     name, else as the script has made it. Return the names of the parameters that had another."""
     changed = []
     for key, parameter in module.named_parameters(remove_duplicate=False):
-        as_made = trained.as_made(parameter, parameter.requires_grad)
+        as_made = trained.flag_as_made(parameter, parameter.requires_grad)
         flag = flags.get(plain_name(key), as_made)
         if flag != parameter.requires_grad:
             parameter.requires_grad_(flag)

@@ -11,88 +11,93 @@ from typing import Any
 import torch
 
 from hpc_ddp.training.devices import CPU, is_accelerator
-from hpc_ddp.training.models.dtensor import gathered
+from hpc_ddp.training.models.dtensor import gather_whole
 
 
-def rows_of(tensor: torch.Tensor, indices: list[int]) -> torch.Tensor:
-    """Return a copy of the rows of a tensor at some indices, on the tensor's device. The host does
-    not wait for an accelerator."""
+def copy_rows(tensor: torch.Tensor, indices: list[int]) -> torch.Tensor:
+    """Return a copy of the rows of a tensor at `indices`, in their order and on the tensor's
+    device. On an accelerator the copy is only queued: the host does not wait for it."""
     if not is_accelerator(tensor.device):
         return tensor[indices]
+    # A list, or indices in memory that is not pinned, would make the host wait.
     index = torch.tensor(indices, dtype=torch.int64, device="cpu").pin_memory()
     return tensor[index.to(tensor.device, non_blocking=True)]
 
 
-def to_device(batch: Any, device: torch.device) -> Any:
-    """Return a copy of a batch with its tensors on `device`. The host does not wait for tensors
-    that come from pinned memory.
+def move_to_device(batch: Any, device: torch.device) -> Any:
+    """Return a batch of the same structure with its tensors on `device`. The host does not wait for
+    copies from pinned memory.
 
-    Tensors are looked for in tuples, lists, dicts (whose copies are plain ones), other mutable
-    mappings and dataclasses; any other object stays the same one. An object with a method ``to``
-    moves itself: Transformers' BatchEncoding, a Batch of PyG, a packed sequence.
+    Tensors are looked for in tuples, lists, dicts, other mutable mappings and dataclasses, all of
+    which are copied, a subclass of dict to a plain dict. Other objects, and tensors on `device`
+    already, are passed on as they are. An object with a method ``to`` moves itself: Transformers'
+    BatchEncoding, a Batch of PyG, a packed sequence; the method's errors come through.
     """
-    return _changed(batch, partial(_moved, device=device))
+    return _change_parts(batch, partial(_move, device=device))
 
 
-def pinned(batch: Any) -> Any:
-    """Return a copy of a batch with its tensors in pinned memory, where they can be. Tensors are
-    looked for where `to_device` does; an object with a method ``pin_memory`` pins itself."""
-    return _changed(batch, _pinned)
+def pin_tensors(batch: Any) -> Any:
+    """Return a batch of the same structure with its tensors in pinned memory; a tensor that can't
+    be pinned is passed on as it is. Tensors are looked for where `move_to_device` looks; an object
+    with a method ``pin_memory`` pins itself."""
+    return _change_parts(batch, _pin)
 
 
-def to_host(batch: Any) -> Any:
-    """Return a copy of a batch with its tensors in the host's memory, without their graphs. A
-    sharded tensor becomes a whole one, for which all its ranks must call this. Tensors are looked
-    for where `to_device` does."""
-    return _changed(
-        batch, lambda part: gathered(part).cpu() if isinstance(part, torch.Tensor) else None
+def move_to_host(batch: Any) -> Any:
+    """Return a batch of the same structure with its tensors in the host's memory, without their
+    graphs; one that is there already shares its memory with the result. A DTensor becomes a whole
+    tensor: that is a collective of its ranks. Tensors are looked for where `move_to_device` looks.
+    """
+    return _change_parts(
+        batch, lambda part: gather_whole(part).cpu() if isinstance(part, torch.Tensor) else None
     )
 
 
-def _moved(value: Any, device: torch.device) -> Any:
-    """Return a value on a device by its own method ``to``; None for a value without one."""
-    if not callable(getattr(value, "to", None)):
+def _move(part: Any, device: torch.device) -> Any:
+    """Return what a part's own method ``to`` returns for `device`; None for a part without it."""
+    if not callable(getattr(part, "to", None)):
         return None
     try:
-        return value.to(device, non_blocking=True)
-    except TypeError:  # it knows of a device alone
-        return value.to(device)
+        return part.to(device, non_blocking=True)
+    except TypeError:  # a method that takes only a device
+        return part.to(device)
 
 
-def _pinned(value: Any) -> Any:
-    """Return a copy in pinned memory; a tensor that can't be pinned as it is; None for a value
-    without ``pin_memory``."""
-    if isinstance(value, torch.Tensor):
-        if value.device != CPU or value.layout != torch.strided or value.is_nested:
-            return value
-        # Pinned memory has the tensor's strides: the numbers of an expanded one would meet there.
-        return (value.contiguous() if 0 in value.stride() else value).pin_memory()
-    return value.pin_memory() if callable(getattr(value, "pin_memory", None)) else None
+def _pin(part: Any) -> Any:
+    """Return a copy of a part in pinned memory; a tensor that can't be pinned (it is on a device,
+    sparse or nested) as it is; None for another object without a method ``pin_memory``."""
+    if isinstance(part, torch.Tensor):
+        if part.device != CPU or part.layout != torch.strided or part.is_nested:
+            return part
+        # The copy has the tensor's strides. With a stride of 0, as of an expanded tensor, several
+        # numbers would have one place in it.
+        return (part.contiguous() if 0 in part.stride() else part).pin_memory()
+    return part.pin_memory() if callable(getattr(part, "pin_memory", None)) else None
 
 
-def _changed(batch: Any, change: Callable[[Any], Any]) -> Any:
-    """Return a copy of a batch whose parts are changed; other objects in it stay the same.
+def _change_parts(batch: Any, change: Callable[[Any], Any]) -> Any:
+    """Return a batch with `change` of each part in the part's place.
 
-    `change` returns the new part, or None for an object to look into (tuple, list, dict, mutable
-    mapping or dataclass), or to leave alone.
+    `change` returns the new part, or None for a container to copy and look into (tuple, list, dict,
+    mutable mapping or dataclass), and for any other object, which is passed on as it is.
     """
-    changed = change(batch)
-    if changed is not None:
-        return changed
+    new_part = change(batch)
+    if new_part is not None:
+        return new_part
     if isinstance(batch, dict):
-        return {key: _changed(value, change) for key, value in batch.items()}
+        return {key: _change_parts(value, change) for key, value in batch.items()}
     if isinstance(batch, MutableMapping):  # a UserDict
         mapping = copy.copy(batch)
-        mapping.update({key: _changed(value, change) for key, value in batch.items()})
+        mapping.update({key: _change_parts(value, change) for key, value in batch.items()})
         return mapping
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(_changed(value, change) for value in batch))
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):  # a named tuple
+        return type(batch)(*(_change_parts(value, change) for value in batch))
     if isinstance(batch, (tuple, list)):
-        return type(batch)(_changed(value, change) for value in batch)
+        return type(batch)(_change_parts(value, change) for value in batch)
     if is_dataclass(batch) and not isinstance(batch, type):
-        result = copy.copy(batch)  # its fields need not be arguments of its class
+        result = copy.copy(batch)  # a call of its class might not take all fields
         for field in fields(batch):
-            value = _changed(getattr(batch, field.name), change)
-            object.__setattr__(result, field.name, value)  # it may be frozen
+            part = _change_parts(getattr(batch, field.name), change)
+            object.__setattr__(result, field.name, part)  # works for a frozen dataclass, too
         return result
     return batch

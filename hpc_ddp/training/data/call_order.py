@@ -22,7 +22,7 @@ Kind = Literal["epochs", "steps"]
 
 
 class CallOrder:
-    """Where the script is: before its loop, in ``run.epochs`` or ``run.steps``, or behind it.
+    """The place of the script: before its loop, in ``run.epochs`` or ``run.steps``, or behind it.
 
     A ``check_`` method returns nothing, and raises UsageError for a call that is refused.
     """
@@ -30,83 +30,95 @@ class CallOrder:
     def __init__(self, say: Callable[[str], None] = lambda text: None) -> None:
         """Begin before any loop; `say` prints a line for the user."""
         self._say = say
-        self._site: LoopSite | None = None  # of the last loop
-        self.loop: Kind | None = None  # that the script is in
-        self.total = 0  # epochs or steps of that loop, or of the last one
+        self._site: LoopSite | None = None  # where the last loop stands
+        self.loop: Kind | None = None  # the kind of the loop that the script is in
+        self.total = 0  # epochs or steps of the present loop, else of the last one
         self.judged_at: int | None = None  # the step whose weights are to be saved as the best
-        self._kind: Kind | None = None  # of that loop, or of the last one
-        self.is_checkpoints = False  # whether the checkpoint is of that loop, or of its end
-        self.number = 0  # of that loop, from 1; those of the same total, as after an error, are one
-        self._broken: dict[int, LoopKey] = {}  # loops left by ``break``, as in `Position`
-        self._is_left_by_break = False  # and not by an exception
-        self._thread: int | None = None  # that has asked for the last batch
-        self._abandoned: dict[int, LoopKey] = {}  # as of the checkpoint
-        self._is_abandoned = False  # whether an attempt before has left that loop for good
+        self._kind: Kind | None = None  # of the present loop, else of the last one
+        self.is_checkpoints = False  # whether the checkpoint was saved in this loop or at its end
+        # Number of the present or last loop, from 1. Loops of one kind and total in a row, as after
+        # an error, have one number.
+        self.number = 0
+        self._broken: dict[int, LoopKey] = {}  # loops left before their end, by number
+        self._is_left_by_break = False  # the last of them, and not by an exception
+        self._thread: int | None = None  # the thread that has asked for the last batch
+        self._abandoned: dict[int, LoopKey] = {}  # as the checkpoint's position has them
+        self._is_abandoned = False  # whether an earlier attempt has left the present loop for good
         self._outer_error = OuterError()  # of `start`, or of the last loop
 
     @contextmanager
-    def in_loop(
+    def enter_loop(
         self, loop: Kind, total: int, is_tracked: bool, position: Position
     ) -> Iterator[tuple[bool, LoopSite]]:
         """A context for the body of ``run.epochs`` or ``run.steps``, a loop of `total` epochs or
-        steps. Gives whether nothing of the loop is left (it is done, or an attempt before left it
-        by ``break``), and its place for `go_on`.
+        steps. Gives whether nothing of the loop is left (it is done, or an earlier attempt left it
+        by ``break``), and the loop's place for `continue_loop`.
 
-        Notes the loop, here and in `position`, and at its end whether the script left it by
-        ``break``. Prints a line for a loop that was left, and a warning for a second one of the
-        same total. Raise UsageError if not `is_tracked`, inside another loop, or if `total` is no
-        int.
+        Ends an earlier loop that the script has left (`end_left_loop`). Notes the new one, here and
+        in `position`, and at its end whether the script left it by ``break``. Prints a line if an
+        earlier attempt left it so, and a warning for a second loop of the same total. Raises
+        UsageError if not `is_tracked`, inside another loop, or if `total` is no int.
         """
-        if not isinstance(total, int):
-            raise UsageError(f"run.{loop} was given {total!r}; accepted: a whole number")
-        if not is_tracked:
-            raise UsageError(
-                "run.track was not called, or has raised an error: a checkpoint would hold nothing",
-                hint="run.track(model=model, optimizer=optimizer) before the loop; let its error"
-                " end the script",
-            )
+        _check_arguments(loop, total, is_tracked)
         self.end_left_loop(begins=True)
         if self.loop:
             raise UsageError(f"run.{loop} was called inside run.{self.loop}; accepted: one of them")
-        if not self.has_looped:
-            self._abandoned = position.abandoned
-        before, self._site = self._site, (site := LoopSite(3))
-        is_other = self.number in self._broken and self._site != before
-        is_other = is_other and self._is_left_by_break and not sys.exc_info()[1]
-        if is_other and (loop, total) == (self._kind, self.total):
-            self._say(
-                f"WARNING: run.{loop}({total}) comes twice: a resume in the second one would begin"
-                " in the first; accepted: loops of different totals"
-            )
-        self.number += not self.has_looped or (loop, total) != (self._kind, self.total)
-        number, done = self.number, position.epoch if loop == "epochs" else position.step
-        self._is_abandoned = done < total and self._abandoned.get(number) == (loop, total)
-        is_over = done >= total or self._is_abandoned
-        if self._is_abandoned:
-            self._say(f"the loop of {total} {loop} was left before, by break")
-        self.is_checkpoints = self._is_of(position, loop, total, is_over)
-        if not is_over:  # the script has not come back to the earlier ones that it left
-            loops = {**position.abandoned, **self._broken}
-            earlier = {n: entry for n, entry in loops.items() if n < number}
-            self._abandoned, position.abandoned, position.loops = earlier, earlier, number
-            position.loop = loop, total
-        self.loop, self._kind, self.total = loop, loop, total
-        self._outer_error = OuterError()
+        # Three frames are not the script's: this one, contextlib's, and run.epochs or run.steps.
+        last_site, self._site = self._site, (site := LoopSite(3))
+        self._warn_of_same_total(loop, total, is_elsewhere=site != last_site)
+        is_over = self._begin_loop(loop, total, position)
         try:
             yield is_over, site
-        except GeneratorExit:
-            if self._site is site and self.loop:  # else `end_left_loop` has noted it
+        except GeneratorExit:  # the script has left the loop before its end
+            if self._site is site and self.loop:  # else `end_left_loop` has noted the break
                 self._note_break(_is_at_break())
             raise
         finally:
             if self._site is site:  # no later loop has begun
                 self.loop = None
 
-    def _is_of(self, position: Position, loop: Kind, total: int, is_over: bool) -> bool:
-        """Return whether `position` is in the loop that begins, or at its end. A loop of the
-        position's kind is meant if its total is the same, since a script may leave out earlier
-        loops at a resume; or if its number is the same, and something is left of a new total."""
-        if not position.loops:
+    def _warn_of_same_total(self, loop: Kind, total: int, is_elsewhere: bool) -> None:
+        """Print a warning if the last loop was left by ``break``, and the loop that begins has the
+        same kind and total and stands at another place of the script (`is_elsewhere`)."""
+        was_broken = self.number in self._broken and self._is_left_by_break
+        was_broken = was_broken and not sys.exc_info()[1]  # else the script begins it anew
+        if is_elsewhere and was_broken and (loop, total) == (self._kind, self.total):
+            self._say(
+                f"WARNING: run.{loop}({total}) comes twice: a resume in the second one would begin"
+                " in the first; accepted: loops of different totals"
+            )
+
+    def _begin_loop(self, loop: Kind, total: int, position: Position) -> bool:
+        """Note that a loop begins, here and, if something of it is left, in `position`. Return
+        whether nothing is left. Print a line for a loop that an earlier attempt left by ``break``.
+        """
+        if not self.has_looped:
+            self._abandoned = position.abandoned
+        self.number += not self.has_looped or (loop, total) != (self._kind, self.total)
+        number, done = self.number, position.epoch if loop == "epochs" else position.step
+        self._is_abandoned = done < total and self._abandoned.get(number) == (loop, total)
+        is_over = done >= total or self._is_abandoned
+        if self._is_abandoned:
+            self._say(f"the loop of {total} {loop} was left before, by break")
+        self.is_checkpoints = self._is_loop_of(position, loop, total, is_over)
+        if not is_over:  # the script has not come back to the earlier loops that it left
+            loops = {**position.abandoned, **self._broken}
+            earlier = {n: entry for n, entry in loops.items() if n < number}
+            self._abandoned, position.abandoned, position.loops = earlier, earlier, number
+            position.loop = loop, total
+        self.loop, self._kind, self.total = loop, loop, total
+        self._outer_error = OuterError()
+        return is_over
+
+    def _is_loop_of(self, position: Position, loop: Kind, total: int, is_over: bool) -> bool:
+        """Return whether `position` is in the loop that begins, or at its end.
+
+        It is if both have one kind, and either one total or one number. With one total the numbers
+        may differ, since a script may leave out earlier loops at a resume, but not if an earlier
+        attempt left this loop by ``break``. With another total the loop must not be over
+        (`is_over`).
+        """
+        if not position.loops:  # a fresh run, or an older checkpoint
             return not is_over
         kind, last_total = position.loop or (loop, total)
         is_its_number = self.number == position.loops
@@ -115,23 +127,24 @@ class CallOrder:
         return kind == loop and is_its_number and not is_over
 
     def end_left_loop(self, begins: bool = False) -> None:
-        """End the loop if the script has left it by ``break`` while a name keeps its generator, as
-        that of a progress bar. `begins`: the script is about to begin another loop."""
+        """End the loop, and note the ``break``, if the script has left it while a name keeps the
+        loop's generator, as a progress bar does. `begins`: the script is about to begin another
+        loop. Does nothing where the break can't be seen (`LoopSite.is_left`)."""
         if self.loop and self._site and self._site.is_left(begins):
             self._note_break(by_break=True)
             self.loop = None
 
-    def go_on(self, site: LoopSite, position: Position) -> bool:
-        """Called when the script has asked the loop at `site` for another element. Return whether
-        the loop was taken for left, as one in parts is between them (``islice(loop, 100)``): it is
-        not any more, here and in `position`. Raise UsageError if a later loop has begun."""
+    def continue_loop(self, site: LoopSite, position: Position) -> bool:
+        """Called when the script has asked the loop at `site` for another element. If the loop was
+        taken for left, as between two parts of it (``islice(loop, 100)``), take that back, here and
+        in `position`, and return True. Raise UsageError if a later loop has begun."""
         if self._site is not site:
             raise UsageError(
                 "a loop of the run was asked for more after a later one had begun",
                 hint="one `for` over run.epochs or run.steps, and the next one behind it",
             )
-        site.move(3)
-        if self.loop == "epochs":  # which may have its batches in another thread
+        site.move(3)  # this frame, that of `Run._go_on`, and that of run.epochs or run.steps
+        if self.loop == "epochs":  # the next epoch may have its batches in another thread
             self._thread = None
         if self.loop:
             return False
@@ -141,20 +154,22 @@ class CallOrder:
         return True
 
     def _note_break(self, by_break: bool) -> None:
-        """Note that the script has left the loop before its end: `by_break`, or by an exception."""
+        """Note that the script has left the present loop before its end: `by_break`, else by an
+        exception."""
         self._is_left_by_break = by_break
         if self._kind:
             self._broken[self.number] = self._kind, self.total
 
-    def is_before(self, position: Position) -> bool:
-        """Return whether the script has left a loop, is in none now, and `position` belongs to a
-        later loop. Behind `end_left_loop`."""
+    def is_before_loop_of(self, position: Position) -> bool:
+        """Return whether the script is behind a loop, in none now, and `position` is in a later
+        loop. Call `end_left_loop` first."""
         is_earlier = position.loops > self.number and position.loop != (self._kind, self.total)
         return self.has_looped and is_earlier and not self.loop
 
-    def abandon(self, position: Position) -> None:
-        """Note in `position` the loops that were left by ``break``. Called for a call behind them,
-        which shows that the script does not come back to them, as it may after an error."""
+    def abandon_loops(self, position: Position) -> None:
+        """Note in `position` that the script does not come back to the loops that it has left
+        before their end, as it may after an error. ``run.load_best`` calls it: a call behind the
+        loops shows this."""
         position.abandoned = {**position.abandoned, **self._broken}
 
     @property
@@ -163,19 +178,19 @@ class CallOrder:
         return self.number > 0
 
     def total_steps(self, loader: Loader | None) -> int | None:
-        """Return the step at which the loop will end, counted from the run's first one; None where
-        the length of an epoch is not known."""
+        """Return the number of the step at which the present loop, else the last one, ends, counted
+        from the run's first step. Return None where the length of an epoch is not known."""
         if self.loop == "steps":
             return self.total
         return None if loader is None else loader.total_steps(self.total)
 
     def is_failing(self) -> bool:
-        """Return whether an exception is being handled that came after the start of the run, or of
-        its last loop: then it ends the script."""
+        """Return whether an exception is being handled that was raised after the start of the run,
+        or after the begin of its last loop: then it ends the script."""
         return self._outer_error.has_inner()
 
     def check_loader(self, has_loader: bool, is_tracked: bool) -> None:
-        """Refuse a second loader, and one after `track`."""
+        """Refuse a loader if the run has one, and after `track`."""
         if has_loader:
             raise UsageError(
                 "the run has a training loader already, and its position belongs to that one",
@@ -187,9 +202,9 @@ class CallOrder:
                 hint="make the loader first",
             )
 
-    def check_batch(self) -> None:
-        """Refuse a batch outside of a loop, and note its thread; the loader asks before each one
-        but its first, by which a script may look at the data."""
+    def note_batch(self) -> None:
+        """Note this thread as the one that takes batches; raise UsageError outside of a loop. The
+        loader calls it before each batch but its first, by which a script may look at the data."""
         self._thread = threading.get_ident()
         if not self.loop:
             raise UsageError(
@@ -199,7 +214,7 @@ class CallOrder:
             )
 
     def check_update(self, ends_step: bool) -> None:
-        """Refuse an optimizer's step amid accumulating."""
+        """Refuse an optimizer's step before the last micro-batch of the step (not `ends_step`)."""
         if not ends_step:
             raise UsageError(
                 "optimizer.step() was called in the midst of accumulating gradients",
@@ -207,8 +222,8 @@ class CallOrder:
             )
 
     def check_step(self, is_trained: bool) -> None:
-        """Refuse ``run.step`` outside of a loop, with batches of another thread, and where
-        `is_trained`: the present batch has had its step, or there is none yet."""
+        """Refuse ``run.step`` outside of a loop, with batches of another thread, and if
+        `is_trained`: the present batch has had its step, or there is no batch yet."""
         if self._thread and not self._is_in_step():
             raise UsageError(
                 "run.loader is iterated in another thread, ahead of the steps: a checkpoint would"
@@ -228,14 +243,14 @@ class CallOrder:
             )
 
     def _is_in_step(self) -> bool:
-        """Return whether the last batch was asked for in this thread, or in that of the loop."""
-        is_loops = self._site is not None and self._site.thread == self._thread
-        return is_loops or self._thread == threading.get_ident()
+        """Return whether the last batch was asked for in this thread, or in the loop's thread."""
+        is_loop_thread = self._site is not None and self._site.thread == self._thread
+        return is_loop_thread or self._thread == threading.get_ident()
 
-    def check_judged(self, step: int) -> None:
-        """Refuse to save the weights of `step` as the best ones where ``run.best`` has judged those
-        of another step. A second call does nothing: after a save that failed the next one counts.
-        """
+    def close_judgement(self, step: int) -> None:
+        """Forget the step that ``run.best`` has judged; raise UsageError if it is not `step`, whose
+        weights are about to be saved as the best ones. A second call does nothing: after a save
+        that failed the next one counts."""
         judged_at, self.judged_at = self.judged_at, None
         if judged_at not in (None, step):
             raise UsageError(
@@ -246,7 +261,7 @@ class CallOrder:
             )
 
     def check_body(self, is_trained: bool) -> None:
-        """Refuse a body of ``run.steps`` that has ended without ``run.step`` (not `is_trained`)."""
+        """Refuse a body of ``run.steps`` that has ended without ``run.step``: not `is_trained`."""
         if not is_trained:
             raise UsageError(
                 "the body of run.steps has ended without run.step()",
@@ -255,17 +270,34 @@ class CallOrder:
 
 
 def _is_at_break() -> bool:
-    """Return whether the script leaves its loop by ``break`` or ``return``, which pop the loop's
-    iterator, and not by an exception. Called in the generator that is being closed."""
-    frame: FrameType | None = sys._getframe(2)
+    """Return whether the script leaves its loop by ``break`` or ``return``, and not by an
+    exception. Called by `CallOrder.enter_loop`, amid the closing of the loop's generator.
+
+    ``break`` and ``return`` pop the loop's iterator from the stack, and so close the generator; the
+    script is then at an instruction of the name POP_….
+    """
+    frame: FrameType | None = sys._getframe(2)  # the caller of `enter_loop`
     while frame and (is_generator(frame.f_code) or frame.f_globals is contextmanager.__globals__):
         frame = frame.f_back
     return frame is None or instruction_of(frame).startswith("POP_")
 
 
+def _check_arguments(loop: Kind, total: object, is_tracked: bool) -> None:
+    """Raise UsageError if `total` is no int, or not `is_tracked`."""
+    if not isinstance(total, int):
+        raise UsageError(f"run.{loop} was given {total!r}; accepted: a whole number")
+    if not is_tracked:
+        raise UsageError(
+            "run.track was not called, or has raised an error: a checkpoint would hold nothing",
+            hint="run.track(model=model, optimizer=optimizer) before the loop; let its error"
+            " end the script",
+        )
+
+
 def check_tracked(objects: dict[str, Any], per_rank: Any, added: Any) -> None:
-    """Raise UsageError unless each argument of ``run.track`` is a collection of names of tracked
-    `objects`, for `added` also of parts of an object, as ``model.head``."""
+    """Raise UsageError unless the arguments `per_rank` and `added` of ``run.track`` are collections
+    of names of tracked `objects`. `added` may also name parts of an object, as ``model.head``."""
+    # The object's name is in front of the first dot.
     heads = added if isinstance(added, str) else [str(place).split(".")[0] for place in added]
     for argument, places, names in (("per_rank", per_rank, per_rank), ("added", added, heads)):
         if isinstance(places, str) or not set(names) <= set(objects):

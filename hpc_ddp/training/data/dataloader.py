@@ -20,7 +20,7 @@ from torch.utils.data import (
 
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.training.data import order
-from hpc_ddp.training.data.batches import pinned, rows_of
+from hpc_ddp.training.data.batches import copy_rows, pin_tensors
 from hpc_ddp.training.data.iterable import IterableBatches
 from hpc_ddp.training.data.order import BatchPlan, MicroBatch, Position
 from hpc_ddp.training.data.sample_seeds import SampleSeeds
@@ -28,7 +28,7 @@ from hpc_ddp.training.devices import is_accelerator
 from hpc_ddp.training.models import rng
 
 
-def batches_of(
+def make_dataloader(
     dataset: Dataset[Any],
     plan: BatchPlan,
     seed: int,
@@ -41,10 +41,15 @@ def batches_of(
     worker_init_fn: Callable[[int], None] | None = None,
     **options: Any,
 ) -> DataLoader[_Batch]:
-    """Return torch's loader. Each iteration yields, as `_Batch`es, the rest of the epoch from where
-    `position` is when the iteration begins. The batches stay on the host, pinned if `device` is an
-    accelerator. `options` are DataLoader's; raise UsageError for one that the run or a stream can't
-    have, or that torch refuses."""
+    """Return torch's loader of the micro-batches that `plan` gives this rank. Each iteration yields
+    the rest of the epoch, as `_Batch`es, from where `position` is when the iteration begins.
+
+    `seed` and the epoch decide the order, with `shuffle`, and the random numbers of each sample.
+    The batches stay on the host, pinned if `device` is an accelerator. The keyword arguments are
+    DataLoader's. Raise UsageError for an option that the run sets itself, that an iterable data set
+    can't have (``persistent_workers``, `shuffle`), or that torch refuses; TypeError for a map-style
+    data set without a length.
+    """
     if refused := options.keys() & {"sampler", "batch_sampler", "generator", "in_order"}:
         raise UsageError(
             f"{min(refused)} was given; the run has its own, so that the order can be resumed",
@@ -61,8 +66,9 @@ def batches_of(
             )
         source = IterableBatches(dataset, plan, seed, position, collate)
     else:
-        source = Seeded(dataset, seed, collate)
-        options["sampler"] = _Keys(len(dataset), plan, seed, position, shuffle)  # type: ignore[arg-type]
+        size = len(dataset)  # type: ignore[arg-type]
+        source = SeededBatches(dataset, seed, collate)
+        options["sampler"] = _Keys(size, plan, seed, position, shuffle)
     if num_workers and _may_fork():
         options.setdefault("multiprocessing_context", "fork")
     try:
@@ -73,8 +79,8 @@ def batches_of(
             num_workers=num_workers,
             worker_init_fn=partial(_init_worker, worker_init_fn) if worker_init_fn else None,
             in_order=True,
-            # Its own, or an iterator would draw from the global one; workers' seeds are of it.
-            generator=torch.Generator().manual_seed(order.derive(seed, plan.rank)),
+            # An iterator draws the seeds of its workers from it, and not from the global one.
+            generator=torch.Generator().manual_seed(order.derive_seed(seed, plan.rank)),
             **{"pin_memory": is_accelerator(device), **options},
         )
     except (TypeError, ValueError) as error:
@@ -87,7 +93,8 @@ def _init_worker(init: Callable[[int], None], number: int) -> None:
     """Call the script's `init` of loader worker `number`. torch's ``get_worker_info().dataset`` is
     the script's data set from here on: `init` opens its files there, or gives it a generator."""
     worker: Any = get_worker_info()
-    object.__setattr__(worker, "dataset", worker.dataset.dataset)  # torch's own way refuses it
+    # torch's class refuses a plain assignment.
+    object.__setattr__(worker, "dataset", worker.dataset.dataset)
     init(number)
 
 
@@ -95,15 +102,16 @@ def _may_fork() -> bool:
     """Return whether loader workers are to be forked: the script has set no start method, and the
     system can fork.
 
-    Python 3.14 starts processes by a server that imports the script again, and torch with it, for
-    each rank; and it pickles the data set. Older ones fork, and so do all under hpc-ddp.
+    Python forks by itself up to 3.13. From 3.14 on it would start a server for each rank, which
+    imports the script again, and torch with it, and would pickle the data set.
     """
     is_set = multiprocessing.get_start_method(allow_none=True) is not None
     return not is_set and "fork" in multiprocessing.get_all_start_methods()
 
 
 class _Keys:
-    """The keys of batches, in order: (epoch, indices, micro-batch) from the current position on."""
+    """The sampler of `SeededBatches`: an iterable of keys, each an epoch, the indices of samples,
+    and their micro-batch. `samples` is the size of the data set."""
 
     def __init__(
         self, samples: int, plan: BatchPlan, seed: int, position: Position, shuffle: bool
@@ -112,7 +120,7 @@ class _Keys:
         self._position, self._shuffle = position, shuffle
 
     def __iter__(self) -> Iterator[tuple[int, list[int], MicroBatch]]:
-        """Yield the rest of the epoch; the permutation is made anew at each call."""
+        """Yield the keys of the rest of the epoch, from where the position is now."""
         epoch = self._position.epoch
         micro_batches = self._plan.micro_batches(self._samples, self._position.samples)
         if not self._shuffle:
@@ -125,12 +133,12 @@ class _Keys:
             yield epoch, sequence[places.start : places.stop : places.step].tolist(), micro_batch
 
 
-class Seeded(Dataset[tuple[MicroBatch, Any]]):
-    """Fetches batches whose randomness depends on (seed, epoch, index) and on nothing else.
+class SeededBatches(Dataset[tuple[MicroBatch, Any]]):
+    """A data set of batches: each sample's random numbers depend on (seed, epoch, index) only.
 
-    Neither the number of ranks or loader workers nor an interruption changes what an augmentation
-    draws. Augmentations take nothing from the generators of the training itself. `collate` has a
-    seed of its own for each batch.
+    So an augmentation draws the same on any number of ranks and loader workers, and after a resume;
+    and it takes nothing from the generators of the training. `collate` is seeded for each batch, by
+    the batch's first index and size. `seeds` is public for its warnings.
     """
 
     def __init__(
@@ -141,43 +149,48 @@ class Seeded(Dataset[tuple[MicroBatch, Any]]):
         self._is_of_tensors = type(dataset) is TensorDataset and collate is default_collate
 
     def __getitem__(self, key: tuple[int, list[int], MicroBatch]) -> tuple[MicroBatch, Any]:
-        """Return the batch of a key of `_Keys`; errors of the data set and of `collate` come
-        through."""
+        """Return the micro-batch of a key of `_Keys`, and its collated samples. May print warnings
+        (`SampleSeeds.fetch`). Errors of the data set and of `collate` come through."""
         epoch, indices, micro_batch = key
-        if self._is_of_tensors:  # nothing is drawn, so all come at once
-            tensors = self.dataset.tensors  # type: ignore[attr-defined]  # others by now, perhaps
-            return micro_batch, [rows_of(tensor, indices) for tensor in tensors]
-        guard = rng.untouched() if get_worker_info() is None else nullcontext()
+        if self._is_of_tensors:  # nothing is drawn, so all samples can be copied at once
+            # Read at each batch, since the script may have replaced them.
+            tensors = self.dataset.tensors  # type: ignore[attr-defined]
+            return micro_batch, [copy_rows(tensor, indices) for tensor in tensors]
+        # In the rank's own process the training draws from the same generators.
+        guard = rng.preserve_generators() if get_worker_info() is None else nullcontext()
         with guard:
-            fetch_batch = partial(self._batch, epoch, indices)
-            refetch_last = partial(self._sample, epoch, indices[-1])
+            fetch_batch = partial(self._fetch_batch, epoch, indices)
+            refetch_last = partial(self._fetch_sample, epoch, indices[-1])
             return micro_batch, self.seeds.fetch(epoch, fetch_batch, refetch_last)
 
-    def _batch(self, epoch: int, indices: list[int]) -> Any:
-        """Return the collated samples of an epoch at some indices; changes the global
-        generators."""
-        samples = [self._sample(epoch, index) for index in indices]
-        rng.seed_all(order.derive(self._seed, epoch, indices[0], len(indices)))
+    def _fetch_batch(self, epoch: int, indices: list[int]) -> Any:
+        """Return the collated samples of an epoch at `indices`. Seeds the global generators, and
+        those of transforms."""
+        samples = [self._fetch_sample(epoch, index) for index in indices]
+        rng.seed_all(order.derive_seed(self._seed, epoch, indices[0], len(indices)))
         return self._collate(samples)
 
-    def _sample(self, epoch: int, index: int) -> Any:
-        """Seed the generators for this sample, and return it."""
-        self.seeds.seed(order.derive(self._seed, epoch, index))
+    def _fetch_sample(self, epoch: int, index: int) -> Any:
+        """Seed the global generators, and those of transforms, for a sample; return the sample."""
+        self.seeds.seed(order.derive_seed(self._seed, epoch, index))
         return self.dataset[index]
 
 
 class _Batch:
-    """A batch's content and its micro-batch. DataLoader's thread pins it by its own `pin_memory`.
+    """The collated samples of a micro-batch, `content`, with the micro-batch.
 
-    torch's own way leaves dataclasses alone, and fails for a tensor that is on a device.
+    It has a `pin_memory`, which DataLoader's thread calls: torch's own would leave dataclasses
+    alone, and fail for a tensor that is on a device.
     """
 
     def __init__(self, micro_batch: MicroBatch, content: Any) -> None:
         self.micro_batch, self.content = micro_batch, content
 
     def pin_memory(self, device: object = None) -> _Batch:
-        return _Batch(self.micro_batch, pinned(self.content))
+        """Return a batch whose content is pinned. torch passes a `device`, which is not used."""
+        return _Batch(self.micro_batch, pin_tensors(self.content))
 
 
 def _as_batch(pair: Any) -> _Batch:
+    """Return the `_Batch` of a pair that the data set of batches has given."""
     return _Batch(*pair)

@@ -25,11 +25,12 @@ _END = object()
 
 
 class IterableBatches(IterableDataset[tuple[MicroBatch, Any]]):
-    """Yields batches of what is left of the epoch at `position`.
+    """Yields this rank's batches of the rest of the epoch at `position`.
 
-    Random numbers of the data set depend on (seed, epoch, number of the sample), and
-    those of `collate` on the samples of the batch. Worker w of n makes the batches w, w + n, …,
-    in which order torch's DataLoader puts them together again.
+    Random numbers of the data set depend on (seed, epoch, number of the sample) only, and those of
+    `collate` on (seed, epoch, number of the batch's first sample, its size). Loader worker w of n
+    makes the batches w, w + n, …; torch's DataLoader puts them together again in order. `seeds` is
+    public for its warnings.
     """
 
     def __init__(
@@ -48,45 +49,47 @@ class IterableBatches(IterableDataset[tuple[MicroBatch, Any]]):
     def __iter__(self) -> Iterator[tuple[MicroBatch, Any]]:
         """Yield this worker's pairs of micro-batch and collated samples, to the end of the epoch.
 
-        The data set sees no loader worker: torch's ``get_worker_info`` is None from here on, but in
-        `collate`. Errors of the data set and of `collate` come through.
+        The data set sees no loader worker: torch's ``get_worker_info()`` is None in this process
+        from here on, except in `collate`. The first worker may print warnings (`SampleSeeds.fetch`,
+        without a ``refetch_last``). Raise UsageError as `_open_stream`; errors of the data set and
+        of `collate` come through.
         """
         worker = get_worker_info()
         turn, turns = (worker.id, worker.num_workers) if worker else (0, 1)
         self.seeds.warns &= turn == 0
-        # The data set must not see the worker: many then yield only a part of themselves.
+        # Many data sets yield only a part of themselves in a loader worker.
         torch_worker._worker_info, self._worker = None, worker
         number = count()
-        for block, samples, ends_epoch in self._blocks():
-            for micro_batch in self._plan.pieces(block, ends_epoch):
+        for block, samples, ends_epoch in self._read_blocks():
+            for micro_batch in self._plan.split_batch(block, ends_epoch):
                 if next(number) % turns == turn:
-                    yield micro_batch, self._batch(micro_batch, samples)
+                    yield micro_batch, self._collate_batch(micro_batch, samples)
 
-    def _blocks(self) -> Iterator[tuple[range, dict[int, Any], bool]]:
-        """Yield, for each global batch: its places, the samples of it that this rank may need, by
-        place, and whether it is the epoch's last. The next global batch is read before one is
-        yielded."""
-        source, (block, samples) = self.seeds.fetch(self._position.epoch, self._begin)
-        while self._plan.steps(len(block)):
-            later, its_samples = self._read(source, block.stop)
-            yield block, samples, not self._plan.steps(len(later))
-            block, samples = later, its_samples
+    def _read_blocks(self) -> Iterator[tuple[range, dict[int, Any], bool]]:
+        """Yield for each global batch its places, the samples of it that this rank may need, by
+        place, and whether it is the epoch's last batch. A batch is yielded after the next one is
+        read, which shows whether it is the last."""
+        source, (block, samples) = self.seeds.fetch(self._position.epoch, self._open_and_read)
+        while self._plan.steps(len(block)):  # 0 for an empty one, with `drop_last` for a rest
+            next_block, next_samples = self._read_block(source, block.stop)
+            yield block, samples, not self._plan.steps(len(next_block))
+            block, samples = next_block, next_samples
 
-    def _begin(self) -> tuple[Iterator[Any], tuple[range, dict[int, Any]]]:
+    def _open_and_read(self) -> tuple[Iterator[Any], tuple[range, dict[int, Any]]]:
         """Open the stream, and read a global batch from the position on. Return the iterator over
-        the rest of the stream, and what `_read` returns of the batch."""
-        source = self._open()
-        return source, self._read(source, self._position.samples)
+        the rest of the stream, and the batch as `_read_block` returns it."""
+        source = self._open_stream()
+        return source, self._read_block(source, self._position.samples)
 
-    def _open(self) -> Iterator[Any]:
-        """Return an iterator over the stream from the current position on, after a call of its
-        ``set_epoch``. In a stream without ``skip`` the samples before the position are read and
-        dropped. Raise UsageError for a ``skip`` that returns no rest."""
+    def _open_stream(self) -> Iterator[Any]:
+        """Call the stream's ``set_epoch``, and return an iterator over the stream from the current
+        position on. In a stream without ``skip`` the samples before the position are read and
+        dropped. Raise UsageError for a ``skip`` that does not return a stream."""
         epoch, start = self._position.epoch, self._position.samples
         stream: Any = self.dataset
         skips = start > 0 and callable(getattr(stream, "skip", None))
-        with rng.untouched():
-            self.seeds.seed(order.derive(self._seed, epoch))
+        with rng.preserve_generators():
+            self.seeds.seed(order.derive_seed(self._seed, epoch))
             set_epoch(stream, epoch)
             if skips:
                 stream = stream.skip(start)
@@ -96,20 +99,23 @@ class IterableBatches(IterableDataset[tuple[MicroBatch, Any]]):
                         " accepted: the rest of the data set, to iterate over",
                         hint="return it there, or give the method another name",
                     )
-                set_epoch(stream, epoch)  # Hugging Face's returns one that has forgotten it
+                set_epoch(stream, epoch)  # again, since Hugging Face's new stream has no epoch
             source: Iterator[Any] = iter(stream)
             for number in range(0 if skips else start):
-                self._next(source, number)
+                self._next_sample(source, number)
         return source
 
-    def _read(self, source: Iterator[Any], first: int) -> tuple[range, dict[int, Any]]:
-        """Read one global batch from place `first` on, a smaller one at the stream's end. Return
-        its places, and the samples that this rank may need, by place."""
+    def _read_block(self, source: Iterator[Any], first: int) -> tuple[range, dict[int, Any]]:
+        """Read one global batch from place `first` on, a smaller one at the stream's end, an empty
+        one behind it. Return its places, and the samples that this rank may need, by place: the
+        rank's own, and the first ones, which `BatchPlan.split_batch` may give to all ranks."""
         plan, samples, number = self._plan, dict[int, Any](), first
-        shared = plan.world_size if plan.even else 2  # of a rest, or to repeat
-        with rng.untouched():
+        # With `even` each rank gets a whole batch that has fewer samples than there are ranks;
+        # else a rank without samples repeats the batch's first two.
+        shared = plan.world_size if plan.even else 2
+        with rng.preserve_generators():
             while number < first + plan.size:
-                sample = self._next(source, number)
+                sample = self._next_sample(source, number)
                 if sample is _END:
                     break
                 offset = number - first
@@ -118,19 +124,21 @@ class IterableBatches(IterableDataset[tuple[MicroBatch, Any]]):
                 number += 1
         return range(first, number), samples
 
-    def _next(self, source: Iterator[Any], number: int) -> Any:
-        """Return the sample at place `number`, drawn with a seed of its own; `_END` after the last.
-        Changes the global generators."""
-        self.seeds.seed(order.derive(self._seed, self._position.epoch, number))
+    def _next_sample(self, source: Iterator[Any], number: int) -> Any:
+        """Seed the global generators, and those of transforms, for the sample at place `number`,
+        and return the sample; `_END` after the last one."""
+        self.seeds.seed(order.derive_seed(self._seed, self._position.epoch, number))
         return next(source, _END)
 
-    def _batch(self, micro_batch: MicroBatch, samples: dict[int, Any]) -> Any:
-        """Return the collated samples of a micro-batch; `samples` are by place in the epoch."""
-        with rng.untouched():
+    def _collate_batch(self, micro_batch: MicroBatch, samples: dict[int, Any]) -> Any:
+        """Return the collated samples of a micro-batch; `samples` are by place in the epoch. For
+        the time of `collate` torch's ``get_worker_info()`` shows the loader worker."""
+        with rng.preserve_generators():
             places = micro_batch.places
-            seed = order.derive(self._seed, self._position.epoch, places[0], len(places))
+            seed = order.derive_seed(self._seed, self._position.epoch, places[0], len(places))
             rng.seed_all(seed)
-            torch_worker._worker_info = self._worker  # a collator of Transformers asks for it
+            # A collator of Transformers calls get_worker_info().
+            torch_worker._worker_info = self._worker
             try:
                 return self._collate([samples[place] for place in places])
             finally:

@@ -13,12 +13,12 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.training.data import order
-from hpc_ddp.training.data.batches import to_device
-from hpc_ddp.training.data.dataloader import batches_of
-from hpc_ddp.training.data.iteration import BatchGroups, Iteration, is_of_loop
+from hpc_ddp.training.data.batches import move_to_device
+from hpc_ddp.training.data.dataloader import make_dataloader
+from hpc_ddp.training.data.iteration import BatchGroups, Iteration, is_at_for
 from hpc_ddp.training.data.order import NO_BATCH, BatchPlan, MicroBatch, Position
 from hpc_ddp.training.data.sample_seeds import SampleSeeds
-from hpc_ddp.training.data.worker_death import watched
+from hpc_ddp.training.data.worker_death import iterate_watched
 from hpc_ddp.training.process.hang_watchdog import beat
 
 
@@ -35,9 +35,10 @@ class Loader:
     """Yields this rank's micro-batches of the current epoch, from the current position on.
 
     `Run.loader` makes it. Batches are on the run's device; `batch` is the one last yielded in the
-    epoch. A batch counts once its step is done (`count_batch`), so a look at some batches (a
-    *peek*: an iteration that is closed before a step, or that is opened while another one is open)
-    changes nothing. `samples` is the size of the data set, None for a stream.
+    epoch. A batch counts once its step is done (`count_batch`): `position`, which is the run's,
+    then moves behind it. So a look at some batches (a *peek*: an iteration that is closed before a
+    step, or that is opened while another one is open) changes nothing. `samples` is the size of the
+    data set, None for a stream.
 
     The loader calls `check_batch` before each batch of an iteration but its first, `set_sync`
     before each micro-batch with whether the micro-batch ends a step, and `end_batch` when the loop
@@ -61,21 +62,22 @@ class Loader:
         shuffle: bool | None = None,
         **options: Any,
     ) -> None:
-        """`options` are those of `batches_of`; `shuffle` None shuffles every data set but a stream.
-        `warn` is given on one rank, and called with a text where a resume would do something else
-        than this run does.
+        """`options` are those of `make_dataloader`; `shuffle` None shuffles every data set but a
+        stream. `warn` is set on one rank, and called with a text for the user where a resume would
+        do something else than this run does, or `even` leaves samples out.
 
         Raise UsageError for refused options and for a data set too small for one step, TypeError
         for a map-style data set without a length.
         """
         self.dataset, self.batch_size = dataset, plan.batch_size  # as torch's loader has them
         self.samples = size_of(dataset)
-        self.rolls, self.is_watched = False, True  # the latter as `StatefulLoaders` have it
+        self.rolls, self.is_watched = False, True  # `is_watched`: as `StatefulLoaders` have it
         self.groups = BatchGroups(plan.accumulate)
-        # Called once, before the epoch's first batch; what it returns undoes it after a peek.
+        # Called once, before the epoch's first batch. It returns a function that undoes the call,
+        # for a peek.
         self.on_first_batch: Callable[[], Callable[[], None]] | None = None
         self.clear()
-        self.is_before_loop = False  # of a run: then a look is at the first batch of all
+        self.is_before_loop = False  # while True, before the first loop, peeks see epoch 0
         self._plan, self._position, self._device = plan, position, device
         self._check_batch, self._set_sync, self._end_batch = check_batch, set_sync, end_batch
         self._time_batches = time_batches
@@ -93,19 +95,20 @@ class Loader:
         if shuffle is None:
             shuffle = self.samples is not None
         self._shuffle = shuffle
-        make = partial(batches_of, dataset, plan, seed, device=device, shuffle=shuffle, **options)
-        self._batches = make(position=position)
+        options = {"device": device, "shuffle": shuffle, **options}
+        self._batches = make_dataloader(dataset, plan, seed, position, **options)
         self._warn = warn
         source: Any = self._batches.dataset
         self._seeds: SampleSeeds = source.seeds
         self._seeds.warns = warn is not None
-        # torch would begin the loop's own iteration anew where its workers persist.
-        fresh = {"persistent_workers": False} if "persistent_workers" in options else {}
-        self._make_peek = partial(make, **fresh)
+        # A peek has a DataLoader of its own: for a second iterator of one whose workers persist,
+        # torch would begin the loop's iteration anew.
+        if "persistent_workers" in options:
+            options["persistent_workers"] = False
+        self._make_peek = partial(make_dataloader, dataset, plan, seed, **options)
 
     def __len__(self) -> int:
-        """Return the optimizer steps of a whole epoch, wherever in the epoch the run is. Raise
-        UnknownLengthError for a stream."""
+        """Return the number of steps of a whole epoch; raise UnknownLengthError for a stream."""
         return self._plan.steps(known_size(self.samples))
 
     @property
@@ -118,17 +121,17 @@ class Loader:
         return facts
 
     def steps(self, start: int) -> int | None:
-        """Return the steps from place `start` (in samples) to the end of an epoch, None for a
-        stream."""
+        """Return the number of steps from place `start` (in samples) to the end of an epoch, None
+        for a stream."""
         return None if self.samples is None else self._plan.steps_from(start, self.samples)
 
     def has_left(self, steps: int) -> bool:
-        """Return whether this many steps are left of the epoch."""
+        """Return whether the run's epoch has exactly this many steps left; False for a stream."""
         return self.steps(self._position.samples) == steps
 
     def total_steps(self, epochs: int) -> int | None:
-        """Return the optimizer steps of a run of `epochs` epochs in all: those done and those left.
-        Return None for a stream."""
+        """Return the number of steps, done and left, of a run of `epochs` epochs; None for a
+        stream."""
         steps_left = self.steps(self._position.samples)
         if steps_left is None:
             return None
@@ -142,8 +145,8 @@ class Loader:
 
     def count_batch(self) -> None:
         """Note that the present batch's step is done, and move the run's position behind the batch.
-        Warn, once, of a script that takes other groups of batches for its steps than `accumulate`
-        says."""
+        Warn of a script that takes other groups of batches for its steps than `accumulate` says,
+        unless the loader has warned before."""
         self._position.samples, self._position.passes = self.batch.end, self._passes
         self.batch.is_trained = True
         if (text := self.groups.end_step()) and self._warn:
@@ -152,12 +155,11 @@ class Loader:
 
     @property
     def is_epoch_done(self) -> bool:
-        """Whether all batches of the run's epoch are done. If this is true as a loop begins, the
-        script had left its loop by ``break``, and saved behind it: a save within a loop comes after
-        `begin_epoch`."""
+        """Whether all batches of the run's epoch are done. If so as a loop begins, the script has
+        left a loop by ``break`` and saved behind it: a loop saves only after `begin_epoch`."""
         if self.samples is None:
             return self._position.has_ended
-        return self.steps(self._position.samples) == 0
+        return self.has_left(0)
 
     @property
     def is_before_checkpoint(self) -> bool:
@@ -171,9 +173,9 @@ class Loader:
         self.clear()
 
     def clear(self) -> bool:
-        """Forget the present batch and all open iterations, also a look whose iterator the script
+        """Forget the present batch and all open iterations, also a peek whose iterator the script
         keeps: a loop begins, or is between two epochs. Drop `on_first_batch`, and return whether
-        there was one that was not called."""
+        one was set that was not called."""
         self.batch = Batch(is_trained=True)
         self.groups.clear()
         self._passes = 0
@@ -183,23 +185,26 @@ class Loader:
 
     def __iter__(self) -> Iterator[Any]:
         """Yield batches on the device, from the run's position on. In an epoch that is done, only
-        the first batch can be taken, by a peek.
+        the epoch's first batch can be taken, by a peek. With `rolls` the run's position moves on to
+        the next epoch at the end of this one.
 
         Each yielded batch becomes the present `batch`; once a peek is closed, `batch` is again the
         one from before the peek. Raise UsageError for a second batch outside of a run's loop, for a
         batch in the loop by an iterator that was begun before it, for a second batch in an epoch
-        that is done, and for a data set whose size has changed; HpcDdpError for a loader worker
-        that died. Errors of the data set and of `end_batch` come through.
+        that is done, for a body of ``run.steps`` that takes too many micro-batches, and for a data
+        set whose size has changed; HpcDdpError for a loader worker that died. Errors of the data
+        set, of `check_batch` and of `end_batch` come through.
         """
         check_size(size_of(self.dataset), self.samples)
         if self._warn and self._batches.persistent_workers:
             self._seeds.warn_of_copies(self._warn)
-        iteration, batches, end = self._begin_iteration(is_of_loop(sys._getframe(1)))
+        iteration, batches, end = self._begin_iteration(is_at_for(sys._getframe(1)))
         before = self.batch
         current: Batch | None = None
         try:
-            for micro_batch, content in self._time_batches(watched(batches, iteration.begin)):
-                self._open.add(iteration)  # also in a later epoch
+            source = iterate_watched(batches, iteration.begin)
+            for micro_batch, content in self._time_batches(source):
+                self._open.add(iteration)  # again: at an epoch's end `clear` empties the set
                 if current:
                     self._check_batch()
                     check_begun(iteration.is_early)
@@ -211,14 +216,14 @@ class Loader:
                 self._set_sync(micro_batch.ends_step)
                 beat()
                 iteration.add_batch(current)
-                self._seeds.warns = False  # the next loader workers get it so
-                yield to_device(content, self._device)
+                self._seeds.warns = False  # in loader workers that start later, too
+                yield move_to_device(content, self._device)
                 self._share_step(current, iteration.is_peek and not iteration.is_done)
-                self.batch = current  # a peek has one of its own
+                self.batch = current  # a peek during the yield has set another one
                 if not iteration.is_done:
                     self._end_batch()
             self._end_pass(iteration)
-        except GeneratorExit:
+        except GeneratorExit:  # the script has closed the iteration, or dropped its iterator
             if self.batch is current and (iteration.is_done or not current.is_trained):
                 self.batch = before
                 self._set_sync(before.micro_batch.ends_step)
@@ -244,15 +249,15 @@ class Loader:
         """Open a new iteration; return it, its batches, and the place (in samples) at which they
         begin. An iteration that is no peek counts as a pass of the epoch; with `rolls` it begins
         the next epoch if this one is done. `by_loop` is explained in `Iteration`."""
-        self._end_kept_look(by_loop)
+        self._end_kept_peeks(by_loop)
         is_early = self.is_before_loop
         is_peek = is_early or bool(self._open)
         self._passes += not is_peek
-        if self.rolls and not is_peek and self.steps(self._position.samples) == 0:
+        if self.rolls and not is_peek and self.has_left(0):
             self._position.begin_epoch()
-        is_done = not is_early and self.steps(self._position.samples) == 0
+        is_done = not is_early and self.has_left(0)
         position = Position(epoch=self._position.epoch) if is_done else self._position
-        position = Position() if is_early else position  # in each attempt the same batch
+        position = Position() if is_early else position  # the same batch in each attempt
         batches = self._make_peek(position=position) if is_peek or is_done else self._batches
         iteration = Iteration(self, by_loop, is_peek=is_peek, is_early=is_early, is_done=is_done)
         self._open.add(iteration)
@@ -268,18 +273,19 @@ class Loader:
         if self.rolls and trains:
             self._position.begin_epoch()
 
-    def _end_kept_look(self, by_loop: bool) -> None:
-        """If the iteration about to begin is `by_loop`, end the open looks: iterations by ``next``
-        that had no step, and whose iterators the script keeps."""
+    def _end_kept_peeks(self, by_loop: bool) -> None:
+        """If the iteration about to begin is `by_loop`, end the open peeks whose iterators the
+        script keeps: iterations by ``next`` that had no step."""
         for iteration in [*self._open]:
             if by_loop and not (iteration.by_loop or iteration.has_step):
                 iteration.end()
                 self._open.discard(iteration)
 
     def _share_step(self, current: Batch, is_peek: bool) -> None:
-        """Called before the next batch is fetched. If a kept look's batch has become the present
-        one, and the step was counted for that batch, mark `current` as trained, too. Warn, once, of
-        this, and of a step with a batch of a look (`is_peek`)."""
+        """Called before the batch after `current` is fetched. If meanwhile another iteration has
+        set the present batch, and the step was counted for that batch, mark `current` as trained,
+        too. Warn of this, and of a step with a batch of a peek (`is_peek`), unless the loader has
+        warned before."""
         present = self.batch
         is_trained = present.is_trained and present.micro_batch is not NO_BATCH
         is_late = present is not current and is_trained and not current.is_trained
@@ -312,14 +318,14 @@ class Shard:
         even: bool = False,
         **options: Any,
     ) -> None:
-        """`options` are those of `batches_of`. Raise UsageError for those that it refuses, and for
-        ``shuffle`` and ``drop_last``; TypeError for a map-style data set without a length."""
+        """`options` are those of `make_dataloader`. Raise UsageError for those that it refuses, and
+        for ``shuffle`` and ``drop_last``; TypeError for a map-style data set without a length."""
         self.dataset, self.batch_size = dataset, plan.batch_size  # as torch's loader has them
         self.counts, self._even = True, even
         if options.pop("shuffle", False) or options.pop("drop_last", False):
             raise UsageError("a shard has every sample once, in order: no shuffle, no drop_last")
         self._samples, self._plan, self._device = size_of(dataset), plan, device
-        self._batches = batches_of(dataset, plan, seed, Position(), device, False, **options)
+        self._batches = make_dataloader(dataset, plan, seed, Position(), device, False, **options)
 
     def __len__(self) -> int:
         """Return the number of batches that this rank yields; raise UnknownLengthError for a
@@ -327,18 +333,16 @@ class Shard:
         if self._even:
             return self._plan.steps(known_size(self._samples))
         numbers = range(self._plan.rank, known_size(self._samples), self._plan.world_size)
-        return len(numbers[:: self._plan.batch_size])
+        return len(numbers[:: self._plan.batch_size])  # the first sample of each batch
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield batches on the device, and set `counts` for each of them.
-
-        Raise HpcDdpError for a loader worker that died; errors of the data set come through.
-        """
-        for micro_batch, batch in watched(self._batches):
+        """Yield batches on the device, and set `counts` for each of them. Raise HpcDdpError for a
+        loader worker that died; errors of the data set come through."""
+        for micro_batch, batch in iterate_watched(self._batches):
             beat()
             self.counts = micro_batch.weight > 0
             if self.counts or self._even:
-                yield to_device(batch, self._device)
+                yield move_to_device(batch, self._device)
 
 
 def check_size(samples: int | None, first_samples: int | None) -> None:
@@ -373,13 +377,13 @@ def check_not_done(is_done: bool) -> None:
 
 
 class UnknownLengthError(UsageError, TypeError):
-    """Raised for the length of a stream. It is a TypeError, too, so that `list` and tqdm go on
+    """Raised for the length of a stream. It is a TypeError, too, for which `list` and tqdm go on
     without a length."""
 
 
 def size_of(dataset: Dataset[Any]) -> int | None:
-    """Return the number of samples; None for a stream, which need not know it. Raise TypeError for
-    a map-style data set without a length."""
+    """Return the number of samples of a data set; None for a stream, also for one with a length.
+    Raise TypeError for a map-style data set without a length."""
     return None if isinstance(dataset, IterableDataset) else len(dataset)  # type: ignore[arg-type]
 
 

@@ -17,19 +17,18 @@ if TYPE_CHECKING:
     from hpc_ddp.training.data.call_order import CallOrder
     from hpc_ddp.training.data.order import Position
 
-# Types of a state that is no object of a library's.
-_PLAIN = (Number, str, bytes, type(None))
-_MOST = 1024  # numbers of a tensor or an array that is a setting, and no replay buffer
+_PLAIN = (Number, str, bytes, type(None))  # types of values that are settings
+_MOST = 1024  # the most numbers of a tensor or array that is a setting, and no replay buffer
 
 
 class Resume:
-    """After a resume, puts back what lines of the script have changed that had also run before the
+    """Puts back, after a resume, the changes by lines of the script that had also run before the
     checkpoint. Without `objects` it does nothing.
 
     The settings of the tracked `objects` are put back here, models and optimizers by a call of
-    `put_tensors_back`, which returns a line of text for each that had changed. If its argument is
-    true, it leaves alone those of which only a setting has changed. `say` prints a line for the
-    user. The checkpoint is of the loop of number `loops`.
+    `put_tensors_back`, which returns a line of text for each model or optimizer that had changed.
+    With a true argument `put_tensors_back` leaves alone those of which only a setting has changed.
+    `say` prints a line for the user. The checkpoint is of the loop of number `loops`.
     """
 
     def __init__(
@@ -46,9 +45,9 @@ class Resume:
 
     def begin_loop(self, calls: CallOrder, position: Position, is_over: bool) -> bool:
         """Called as the script begins a loop, of which nothing is left if `is_over`. If the
-        checkpoint is in this loop, or at its end, put all back; but a first loop keeps the
-        settings, which the lines before it have set. Return whether the checkpoint is in the loop,
-        and the loop goes on. Updates `position.is_behind`."""
+        checkpoint is in this loop, or at its end, put all back, once; but a first loop keeps the
+        settings that the lines before it have set, with a warning. If the loop goes on, clear
+        `position.is_behind`. Return whether it goes on, and is the checkpoint's."""
         is_resumed = self._is_pending and calls.is_checkpoints
         if is_resumed:
             self.put_back(accepts_settings=max(calls.number, self._loops) < 2)
@@ -59,34 +58,39 @@ class Resume:
 
     def put_back(self, accepts_settings: bool = False) -> None:
         """Put settings, models and optimizers back, and print a line for each that had changed.
-        With `accepts_settings` the changed settings stay, with a warning."""
+        With `accepts_settings` the changed settings stay, with a warning for each object."""
         settings = self._settings
-        (settings.accept_changes if accepts_settings else settings.put_back)(self._say)
+        if accepts_settings:
+            settings.accept_changes(self._say)
+        else:
+            settings.put_back(self._say)
         for line in self._put_tensors_back(accepts_settings):
             self._say(line)
-            settings.put_back(lambda line: None)  # an optimizer's came along
+            # Without a line: `put_tensors_back` loads an optimizer's settings, too.
+            settings.put_back(lambda line: None)
 
     def go_behind_loop(self, position: Position) -> None:
-        """Called before a save behind a loop; note in `position` that the script is behind the
-        loop. If the checkpoint was saved at such a place, too, the lines between the loop and the
-        save have run a second time: first put all back."""
+        """Called before a save behind a loop. If the checkpoint was saved at such a place, too, the
+        lines between the loop and the save have run a second time: put all back. Then note in
+        `position` that the script is behind the loop."""
         if self._was_behind:
             self.put_back()
         position.is_behind, self._was_behind = True, False
 
 
 class Settings:
-    """Keeps, as a checkpoint has just set them, the values that lines of a script may change in the
-    tracked `objects`: settings of optimizers, and states of schedulers and of the script's own
-    objects. `put_back` restores them."""
+    """Keeps a copy of the values, as a checkpoint has just set them, that lines of a script may
+    change in the tracked `objects`: settings of optimizers, and states of schedulers and of the
+    script's own objects. `put_back` restores them. Makes each object's state once or twice, so
+    errors of their ``state_dict`` come through."""
 
     def __init__(self, objects: Mapping[str, Any]) -> None:
         self._objects = {name: thing for name, thing in objects.items() if _has_settings(thing)}
         self._settings = {name: _settings_of(thing) for name, thing in self._objects.items()}
 
     def put_back(self, say: Callable[[str], None]) -> None:
-        """Put the settings back, and call `say` with a line for each object of which some were
-        changed."""
+        """Put the settings back, and call `say` with a line for each object of which a setting had
+        changed; the line names the first one."""
         for name, key, earlier, current in self._changes():
             _put_settings(self._objects[name], copy.deepcopy({**current, **earlier}))
             say(
@@ -95,8 +99,8 @@ class Settings:
             )
 
     def accept_changes(self, say: Callable[[str], None]) -> None:
-        """Keep the present settings in place of the checkpoint's, and call `say` with a warning for
-        each object of which some differ."""
+        """Keep the present settings in place of the checkpoint's from now on, and call `say` with a
+        warning for each object of which a setting differs; the warning names the first one."""
         for name, key, earlier, current in self._changes():
             self._settings[name] = current
             say(
@@ -105,8 +109,8 @@ class Settings:
             )
 
     def _changes(self) -> Iterator[tuple[str, str, dict[str, Any], dict[str, Any]]]:
-        """Yield the name of each object with changed settings, the first of these, and the settings
-        as they were and as they are."""
+        """Yield for each object with changed settings: its name, the key of the first changed one,
+        the kept settings, and the present ones. A setting that is new counts as unchanged."""
         for name, thing in self._objects.items():
             earlier, current = self._settings[name], _settings_of(thing)
             keys = (key for key in earlier if not _is_equal(earlier[key], current.get(key)))
@@ -115,13 +119,13 @@ class Settings:
 
 
 def _has_settings(thing: Any) -> bool:
-    """Return whether an object has settings: an optimizer or scheduler, or an object of the
-    script's own class, as a meter, whose state is plain. One that can be iterated has none: the
-    iteration changes its state."""
+    """Return whether an object has settings. It has if it is an optimizer or scheduler, or another
+    object with a plain state, as a meter of the script's, but no model, and nothing to iterate
+    over: an iteration changes its state."""
     if isinstance(thing, (Optimizer, LRScheduler)):
         return True
-    is_own = not isinstance(thing, torch.nn.Module) and hasattr(thing, "state_dict")
-    if not is_own or hasattr(thing, "__iter__") or hasattr(thing, "__getitem__"):
+    has_state = not isinstance(thing, torch.nn.Module) and hasattr(thing, "state_dict")
+    if not has_state or hasattr(thing, "__iter__") or hasattr(thing, "__getitem__"):
         return False
     state = thing.state_dict()
     return isinstance(state, dict) and _is_plain(state)
@@ -134,14 +138,14 @@ def _is_plain(state: Any) -> bool:
         return all(map(_is_plain, state.values()))
     if isinstance(state, (list, tuple)):
         return all(map(_is_plain, state))
+    # `size` of an array is a number; of other objects it may be a method, or missing.
     count = state.numel() if isinstance(state, torch.Tensor) else getattr(state, "size", _MOST + 1)
     return isinstance(state, _PLAIN) or (isinstance(count, int) and count <= _MOST)
 
 
 def _settings_of(thing: Any) -> dict[str, Any]:
-    """Return a copy of a scheduler's or another object's state. For an optimizer return a copy of
-    the settings of its groups, by names as ``lr`` or, from the second group on, ``lr of group
-    1``."""
+    """Return a copy of an object's state dict; for an optimizer a copy of the settings of its
+    groups, by `_name_of` key and group."""
     if isinstance(thing, Optimizer):
         return {
             _name_of(key, number): copy.deepcopy(setting)
@@ -153,12 +157,13 @@ def _settings_of(thing: Any) -> dict[str, Any]:
 
 
 def _name_of(key: str, group: int) -> str:
+    """Return ``lr`` for the first group, 0, ``lr of group 1`` for the second, …"""
     return f"{key} of group {group}" if group else key
 
 
 def _put_settings(thing: Any, settings: dict[str, Any]) -> None:
-    """Give an object the `settings` of `_settings_of`; an optimizer's tensors, also those in lists,
-    stay the same objects."""
+    """Load the `settings` of `_settings_of` into an object; an optimizer's tensors, also those in
+    lists, stay the same objects."""
     if isinstance(thing, Optimizer):
         for number, group in enumerate(thing.param_groups):
             for key in group.keys() - {"params"}:
@@ -172,12 +177,12 @@ def _put_settings(thing: Any, settings: dict[str, Any]) -> None:
 
 
 def _is_equal(first: Any, second: Any) -> bool:
-    """Return whether two settings are equal, NaN and NaN too; tensors, arrays and objects of the
-    script's own classes are compared by their content."""
+    """Return whether two settings are equal; NaN equals NaN. Tensors, arrays, containers and
+    objects of classes without an ``__eq__`` are compared by their content."""
     if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
         return torch.equal(first, second)
-    if isinstance(first, Number) and isinstance(second, Number):  # numpy's are some, too
-        return bool(first == second) or (first != first and second != second)
+    if isinstance(first, Number) and isinstance(second, Number):  # numpy's scalars, too
+        return bool(first == second) or (first != first and second != second)  # two NaN
     if type(first) is not type(second):
         return False
     if isinstance(first, dict):
@@ -189,4 +194,4 @@ def _is_equal(first: Any, second: Any) -> bool:
     if comparison is object.__eq__ and hasattr(first, "__dict__"):
         return first is second or _is_equal(vars(first), vars(second))
     is_equal = first == second
-    return bool(is_equal.all() if hasattr(is_equal, "all") else is_equal)  # an array's, for one
+    return bool(is_equal.all() if hasattr(is_equal, "all") else is_equal)  # arrays give an array

@@ -18,13 +18,14 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from hpc_ddp.core.console.terminal import say
-from hpc_ddp.training.data.order import derive
+from hpc_ddp.training.data.order import derive_seed
 from hpc_ddp.training.models import rng
 from hpc_ddp.training.models.generators import bytes_of
 
 T = TypeVar("T")
-MOST_OBJECTS = 2000  # that are looked at
-MOST_ITEMS = 64  # of a list or dict: a data set may hold all of its samples
+MOST_OBJECTS = 2000  # the most objects that a search visits
+MOST_ITEMS = 64  # the most items of a list or dict: a data set may hold all of its samples
+# Types whose objects are not searched.
 _SEALED = (str, bytes, int, float, type(None), torch.Tensor, type, ModuleType)
 
 
@@ -32,29 +33,32 @@ class SampleSeeds:
     """Seeds the global generators for each sample, and the generators of transforms that can be
     seeded, as MONAI's and albumentations' can, in the data set and in `collate`.
 
-    Other generators there keep their states: the data set may have drawn a split from one
-    that has to be the same in all processes. A resume draws other numbers from them; the process
-    that fetches the first sample warns of this.
+    Other generators there keep their states: the data set may have drawn a split from one of them,
+    which has to be the same in all processes. A resume draws other numbers from them. If `warns` is
+    set, the first `fetch` prints a warning of this, and clears `warns`.
     """
 
     def __init__(self, dataset: Any, collate: object = None) -> None:
         self._dataset, self._collate = dataset, collate
-        self._epoch = -1  # in which the data set was looked through
-        self._seeders: list[tuple[int, Callable[[int], Any]]] = []  # with numbers of their own
-        self._generators: dict[str, Any] = {}  # other ones, by place
-        self._twins: dict[str, str] = {}  # the first place of those that were equal, by place
+        self._epoch = -1  # the epoch of the last search
+        # The functions that seed transforms, each with a number that makes its seeds differ.
+        self._seeders: list[tuple[int, Callable[[int], Any]]] = []
+        self._generators: dict[str, Any] = {}  # that are not seeded, by place
+        # For each transform's place the first place of those that were equal to it.
+        self._twins: dict[str, str] = {}
         self._copied: dict[str, Any] | None = None  # attributes that persistent workers have
-        self._samples = 0  # that were seeded since the epoch's begin
+        self._samples = 0  # samples that were seeded since the epoch's begin
         self.warns = False
 
     def seed(self, number: int) -> None:
-        """Seed with `number` all generators that can be seeded, but for the devices'. Each
-        transform gets a seed of its own, or transforms would change the same samples. Transforms
-        that the script has made equal share one: an image and its mask are turned alike."""
+        """Seed with `number` the global generators of the CPU, and the transforms of the last
+        search; count a sample. Each transform gets a seed of its own, or transforms would change
+        the same samples. Transforms that the script has made equal share a seed: an image and its
+        mask are turned alike."""
         rng.seed_all(number)
         self._samples += 1
         for index, seeder in self._seeders:
-            seeder(derive(number, index) % 2**32)
+            seeder(derive_seed(number, index) % 2**32)  # numpy takes 32 bits
 
     def fetch(
         self,
@@ -64,13 +68,14 @@ class SampleSeeds:
     ) -> T:
         """Return `fetch_batch()`, the samples of one batch. At the first call of an epoch the data
         set is searched for transforms that can be seeded, since the loop may have set new ones. If
-        `fetch_batch` itself makes some, and `refetch_last` is given, `fetch_batch` is called again,
-        now with their seeds.
+        `fetch_batch` itself makes transforms, and `refetch_last` is set, `fetch_batch` is called a
+        second time, now with their seeds.
 
-        At the first call of all, with `warns`, warn of state that a resume would lose: a generator
-        that `fetch_batch` has changed, or a stream's own count of its epochs. `refetch_last`
-        fetches the batch's last sample again: a generator of the data set that is then in the same
-        state is seeded, not lost. It is None for a stream, which can't do that.
+        At the first call of all, if `warns`, and only in the rank or its first loader worker, print
+        a warning of state that a resume would lose: a generator that `fetch_batch` has changed, or
+        a stream's own count of its epochs. `refetch_last` fetches the batch's last sample again: a
+        generator of the data set that is in the same state afterwards is seeded by the data set,
+        and not lost. It is None for a stream, which can't fetch a sample again.
         """
         if epoch == self._epoch:
             return fetch_batch()
@@ -81,14 +86,14 @@ class SampleSeeds:
         self, fetch_batch: Callable[[], T], refetch_last: Callable[[], object] | None
     ) -> T:
         """Do the work of an epoch's first `fetch`: search the data set, call `fetch_batch`, search
-        again, call it once more where it has made transforms, and return its samples. Print the
-        warnings at the first call of all."""
-        self._find()
+        again, repeat the call if the first one has made transforms, and return its samples. Print
+        the warnings at the first call of all."""
+        self._search()
         worker = get_worker_info()
         warns = self.warns and not (worker and worker.id)
         before, attributes = _states_of(self._generators), plain_attributes(self._dataset)
         content, count = fetch_batch(), len(self._seeders)
-        self._find()
+        self._search()
         if refetch_last and len(self._seeders) > count:
             content = fetch_batch()
         if warns:
@@ -97,21 +102,25 @@ class SampleSeeds:
             self._warn_of_count(attributes)
         return content
 
-    def _find(self) -> None:
-        """Search the data set for transforms and generators. Give each transform a number for its
-        seed, made of its place, so that each process has the same; transforms whose generators were
-        equal when they were first found share one."""
-        transforms, self._generators = find_generators(self._dataset)
-        of_collate = find_generators(self._collate, "collate_fn")
-        transforms |= of_collate[0]
-        if get_worker_info():  # else the script may track it
+    def _search(self) -> None:
+        """Search the data set and `collate` for transforms and generators. Give each transform a
+        number for its seed, made of its place, so that it is the same in each process. Transforms
+        whose generators had equal states when a search first met them share a number."""
+        transforms, self._generators = find_transforms_and_generators(self._dataset)
+        of_collate, collate_generators = find_transforms_and_generators(
+            self._collate, "collate_fn", root_may_be_transform=True
+        )
+        transforms |= of_collate
+        # In the rank itself the script may track a generator of `collate`: no warning of it there.
+        if get_worker_info():
             ids = set(map(id, self._generators.values()))
-            self._generators |= {n: g for n, g in of_collate[1].items() if id(g) not in ids}
+            self._generators |= {n: g for n, g in collate_generators.items() if id(g) not in ids}
         firsts: dict[tuple[bytes, ...], str] = {}
         self._seeders = []
         for place, transform in transforms.items():
             if place not in self._twins:
-                states = tuple(_states_of(find_generators(transform)[1]).values())
+                _, generators = find_transforms_and_generators(transform)
+                states = tuple(_states_of(generators).values())
                 self._twins[place] = firsts.setdefault(states, place) if states else place
             if seeder := _seeder_of(transform):
                 self._seeders.append((zlib.crc32(self._twins[place].encode()), seeder))
@@ -119,9 +128,10 @@ class SampleSeeds:
     def _warn_of_generators(
         self, before: Mapping[str, bytes], refetch_last: Callable[[], object] | None
     ) -> None:
-        """Print a warning of the first generator whose state is not as `before` (states by place),
-        or that is new; none if `refetch_last` leaves it in the same state (see `fetch`), or for a
-        stream with ``set_epoch``, which a resume calls as well."""
+        """Print a warning of the first generator, by place, whose state is not as `before` (states
+        by place), or that is new. Leave out a generator of the data set that a call of
+        `refetch_last` leaves in the same state (see `fetch`). Print nothing for a stream with
+        ``set_epoch``, which a resume calls as well."""
         if isinstance(self._dataset, IterableDataset) and hasattr(self._dataset, "set_epoch"):
             return
         states = _states_of(self._generators)
@@ -130,8 +140,9 @@ class SampleSeeds:
             refetch_last()
         after = _states_of(self._generators)
         for place in sorted(changed):
-            is_of_collate = place.startswith("collate_fn")  # which `refetch_last` does not call
-            # Else each sample seeds it.
+            # `refetch_last` does not call ``collate_fn``. A state that it leaves equal is set by
+            # each sample.
+            is_of_collate = place.startswith("collate_fn")
             if is_of_collate or not refetch_last or after.get(place) != states[place]:
                 source = "collate_fn" if is_of_collate else "the data set"
                 say(
@@ -142,9 +153,9 @@ class SampleSeeds:
                 return
 
     def _warn_of_count(self, attributes: Mapping[str, Any]) -> None:
-        """Print a warning if a stream without ``set_epoch`` seems to count its epochs: one of its
-        numbers, in `attributes` as before its first samples, has grown by one after several
-        samples. A count of samples would have grown by more."""
+        """Print a warning if a stream without ``set_epoch`` seems to count its epochs: the first of
+        its number attributes, by name, that has grown by 1 during several samples. `attributes` are
+        those before its first sample. A count of samples would have grown by more."""
         stream: Any = self._dataset
         if not isinstance(stream, IterableDataset) or hasattr(stream, "set_epoch"):
             return
@@ -158,9 +169,9 @@ class SampleSeeds:
                 return
 
     def warn_of_copies(self, warn: Callable[[str], None]) -> None:
-        """Called before each epoch whose loader workers persist. At the first call note the numbers
-        among the data set's attributes, of which the workers get copies. Later call `warn` if one
-        has changed, once."""
+        """Called before each epoch whose loader workers persist. The first call notes the numbers
+        among the data set's attributes, of which the workers get copies. A later call passes `warn`
+        the text of a warning if a number has changed, once."""
         if self._copied is None:
             self._copied = plain_attributes(self._dataset)
         for key in changes_of(self._dataset, self._copied):
@@ -169,19 +180,19 @@ class SampleSeeds:
                 " the one of their first epoch, after a resume another one; run.loader(…,"
                 " persistent_workers=False)"
             )
-            self._copied = {}
+            self._copied = {}  # no further warning
             return
 
 
 def plain_attributes(dataset: Any) -> dict[str, Any]:
-    """Return those attributes of a data set that are numbers, by name."""
+    """Return the attributes of a data set's instance that are numbers or bools, by name."""
     entries = getattr(dataset, "__dict__", {}).items()
     return {key: entry for key, entry in entries if isinstance(entry, (int, float))}
 
 
 def changes_of(dataset: Any, attributes: Mapping[str, Any]) -> list[str]:
     """Return the sorted names of those `attributes` (numbers by name) that have other values in the
-    data set by now. One that is NaN by now is left out."""
+    data set now. An attribute that is NaN now, or that is no number any more, is left out."""
     current = plain_attributes(dataset)
     changed = {key for key in attributes.keys() & current if current[key] != attributes[key]}
     return sorted(key for key in changed if not math.isnan(current[key]))
@@ -192,26 +203,28 @@ def _states_of(generators: Mapping[str, Any]) -> dict[str, bytes]:
     return {place: bytes_of(generator) for place, generator in generators.items()}
 
 
-def find_generators(thing: Any, name: str = "dataset") -> tuple[dict[str, Any], dict[str, Any]]:
-    """Search a data set, a transform or a ``collate_fn``, and all that it holds, for transforms
-    with a seeding method, which are not searched further, and for other random generators. Return
-    both, by place: a text as ``dataset.transform``, that begins with `name`.
+def find_transforms_and_generators(
+    root: Any, name: str = "dataset", *, root_may_be_transform: bool = False
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Search an object, and what it holds, breadth first, for transforms with a seeding method,
+    which are not searched further, and for other random generators. Return both, by place: a text
+    as ``dataset.transform``, that begins with `name`.
 
-    With the name ``dataset`` `thing` itself is no transform. At most `MOST_OBJECTS` objects are
-    visited.
+    A data set is searched, but never returned as a transform: it may draw its split by its seeding
+    method, and a new seed would change the split. `root` is returned as a transform only if
+    `root_may_be_transform`. At most `MOST_OBJECTS` objects are visited.
     """
     transforms: dict[str, Any] = {}
     generators: dict[str, Any] = {}
     visited: set[int] = set()
-    queue = deque([(name, thing)])
+    queue = deque([(name, root)])
     while queue and len(visited) < MOST_OBJECTS:
         place, part = queue.popleft()
         if id(part) in visited or isinstance(part, _SEALED):
             continue
         visited.add(id(part))
-        # A data set with a seeding method may draw its split by it: a new seed would change it.
-        may_split = (part is thing and name == "dataset") or isinstance(part, Dataset)
-        if not may_split and _seeder_of(part):
+        is_searched = isinstance(part, Dataset) or (part is root and not root_may_be_transform)
+        if not is_searched and _seeder_of(part):
             transforms[place] = part
         elif rng.is_generator(part):
             generators[place] = part
@@ -221,8 +234,8 @@ def find_generators(thing: Any, name: str = "dataset") -> tuple[dict[str, Any], 
 
 
 def _seeder_of(thing: Any) -> Callable[[int], Any] | None:
-    """Return the function that seeds a transform of MONAI or albumentations, or one of another
-    library with their methods; None for other objects."""
+    """Return a function that seeds a transform: one of MONAI or albumentations, or of another
+    library with a method ``set_random_state`` as theirs. Return None for other objects."""
     if not inspect.isfunction(getattr(type(thing), "set_random_state", None)):
         return None
     method = thing.set_random_state
@@ -238,8 +251,9 @@ def _seeder_of(thing: Any) -> Callable[[int], Any] | None:
 
 
 def _parts_of(place: str, thing: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what an object holds, each with its place, a text that begins with `place`: the items
-    of a list or dict, `MOST_ITEMS` at most, what a function refers to, or else attributes."""
+    """Yield the objects that an object holds, each with its place, a text that begins with `place`:
+    of a list or dict the first `MOST_ITEMS` items; of a ``partial``, a method or a closure the
+    objects that it refers to; of any other object the instance's attributes."""
     if isinstance(thing, dict):
         yield from ((f"{place}[{k!r}]", entry) for k, entry in islice(thing.items(), MOST_ITEMS))
     elif isinstance(thing, (list, tuple)):
@@ -250,7 +264,7 @@ def _parts_of(place: str, thing: Any) -> Iterator[tuple[str, Any]]:
         yield f"{place}.__self__", thing.__self__
     elif isinstance(thing, FunctionType):
         names = zip(thing.__code__.co_freevars, thing.__closure__ or (), strict=False)
-        cells = ((name, cell) for name, cell in names if cell != CellType())
+        cells = ((name, cell) for name, cell in names if cell != CellType())  # no empty ones
         yield from ((f"{place}.{name}", cell.cell_contents) for name, cell in cells)
     elif isinstance(attributes := getattr(thing, "__dict__", None), dict):
         yield from ((f"{place}.{name}", entry) for name, entry in list(attributes.items()))

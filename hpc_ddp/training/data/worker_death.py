@@ -31,12 +31,12 @@ _REPORT = re.compile(
 )
 
 
-def watched(
+def iterate_watched(
     batches: DataLoader[Any], on_begin: Callable[[], None] = lambda: None
 ) -> Iterator[tuple[MicroBatch, Any]]:
-    """Yield each micro-batch of a loader of `batches_of` with its content; errors of the data set
-    come through. `on_begin` is called before the first micro-batch is made, and after the loader
-    has drawn its own random numbers.
+    """Yield each micro-batch of a loader of `make_dataloader` with its content, the collated
+    samples; errors of the data set come through. `on_begin` is called before the first micro-batch
+    is made, and after the loader has drawn its own random numbers.
 
     Raises
     ------
@@ -44,24 +44,28 @@ def watched(
         a loader worker has died; the message names the signal or the exit code
     """
     try:
-        yield from _watched(batches, on_begin)
-    except RuntimeError as error:  # torch's handler of SIGCHLD, while the first error was explained
-        death = _explain(error, ())  # it raises once for each loader
+        yield from _iterate(batches, on_begin)
+    # torch's handler of SIGCHLD raises once for each loader: perhaps while `_iterate` explains the
+    # first error.
+    except RuntimeError as error:
+        death = _explain(error, ())
         if death is None:
             raise
         raise death from error
 
 
-def _watched(
+def _iterate(
     batches: DataLoader[Any], on_begin: Callable[[], None]
 ) -> Iterator[tuple[MicroBatch, Any]]:
-    """Do what `watched` does; raise RuntimeError if torch's handler interrupts the explanation. An
-    HpcDdpError that the data set raises in a worker loses the traceback in its message."""
-    # Workers that persist may fail before there is an iterator.
+    """Do what `iterate_watched` does; but RuntimeError comes through if torch's handler raises it
+    during the explanation. Shorten the message of an HpcDdpError that the data set has raised in a
+    worker, where torch has put a traceback before it."""
+    # If ``iter`` fails for persistent workers, they are those of the last epoch's iterator.
     iterator: Any = getattr(batches, "_iterator", None)
     try:
-        # It draws by a generator of the CPU. Workers that are forked here keep the context, which
-        # costs each call of torch there 2 us, so it is entered only where it changes something.
+        # ``iter`` draws by a generator of the CPU, which fails where the script has set another
+        # default device. Workers that are forked here keep the context, which costs each call of
+        # torch there 2 us, so it is entered only where it changes something.
         is_cpu = torch.get_default_device() == CPU
         with nullcontext() if is_cpu else torch.device("cpu"):
             iterator = iter(batches)
@@ -69,7 +73,8 @@ def _watched(
         for batch in iterator:
             yield batch.micro_batch, batch.content
     except HpcDdpError as error:
-        if "in DataLoader worker process" in error.message:  # and a traceback in front of it
+        if "in DataLoader worker process" in error.message:
+            # The traceback's last line is "NAME OF THE CLASS: message".
             error.message = error.message.strip().splitlines()[-1].partition("Error: ")[2]
         raise
     except (RuntimeError, ConnectionError, EOFError) as error:
@@ -80,12 +85,13 @@ def _watched(
 
 
 def _explain(error: BaseException, workers: Sequence[BaseProcess]) -> HpcDdpError | None:
-    """Return the error for the death of a loader worker, None if `error` is of another kind.
+    """Return the error for the death of a loader worker, None if `error` has another cause.
 
-    If torch's handler of SIGCHLD is the first to notice, it names the signal, also of another
-    loader's worker. It raises wherever the main thread happens to be, also where Python drops the
-    exception. Otherwise this waits for the exit codes of this loader's `workers`, `DEATH_S` seconds
-    at most.
+    If torch's handler of SIGCHLD has noticed the death first, its text names the signal; the worker
+    may be another loader's. The handler raises wherever the main thread happens to be, also where
+    Python drops the exception. Without the handler's text, or with no more than "exited
+    unexpectedly" in it, wait for the exit codes of this loader's `workers`, `DEATH_S` seconds at
+    most.
     """
     report = _REPORT.match(str(error.__cause__)) or _REPORT.match(str(error))
     if report is not None:
@@ -95,14 +101,14 @@ def _explain(error: BaseException, workers: Sequence[BaseProcess]) -> HpcDdpErro
     else:
         how = ""
     if how in ("", "exited unexpectedly"):
-        how = _exit_of(workers) or how
+        how = _wait_for_failure(workers) or how
     hint = HINTS.get(how, "num_workers=0 shows where: the data set then runs in this process")
     return HpcDdpError(f"DataLoader worker {how}", hint=hint) if how else None
 
 
-def _exit_of(workers: Sequence[BaseProcess]) -> str:
+def _wait_for_failure(workers: Sequence[BaseProcess]) -> str:
     """Wait until one of `workers` fails, or all have ended, `DEATH_S` seconds at most. Return how
-    it failed, as a piece of a sentence; "" where none did.
+    the first one in their order failed, as a piece of a sentence; "" where none did.
 
     A worker that has reached the end of its share of a stream ends with 0, and has not failed.
     """

@@ -21,35 +21,41 @@ from hpc_ddp.training.devices import is_accelerator
 from hpc_ddp.training.models.tracked import LivingModels
 
 PACKING = "_hpc_ddp_packing"  # an attribute of a model's DDP
-MOST_SHAPES = 64  # of batches, for each of which a compiled model has its kernels
+MOST_SHAPES = 64  # the most shapes of batches for which a compiled model has kernels of their own
 
 
 def compile_for_resume(model: torch.nn.Module) -> None:
     """Compile a model in place, so that a resumed process computes with the same kernels.
 
-    The first forward with a shape compiles, up to `MOST_SHAPES` shapes: torch's limit is raised to
-    that for the process. A torch without the option ``deterministic`` compiles without it.
+    The first forward with a shape compiles, up to `MOST_SHAPES` shapes: torch's limit of
+    recompilations is raised to this number for the process. A torch without the option
+    ``deterministic`` compiles without it.
     """
     # Static shapes: a kernel for any shape, made at the epoch's shorter last batch, would take over
     # from then on. Deterministic: kernels that are chosen by their speed add up in other orders.
-    can = hasattr(importlib.import_module("torch._inductor.config"), "deterministic")
-    # Beyond it torch computes eagerly: a resumed process that meets other shapes first, others.
+    config = importlib.import_module("torch._inductor.config")
+    options: dict[str, Any] | None = None
+    if hasattr(config, "deterministic"):
+        options = {"deterministic": True}
+    # Beyond the limit torch computes eagerly: for other shapes in a resumed process, which may meet
+    # the shapes in another order.
     dynamo: Any = importlib.import_module("torch._dynamo.config")
     dynamo.recompile_limit = max(dynamo.recompile_limit, MOST_SHAPES)
-    model.compile(dynamic=False, options={"deterministic": True} if can else None)
+    model.compile(dynamic=False, options=options)
 
 
-def with_sync_batchnorm(
+def convert_to_sync_batchnorm(
     model: torch.nn.Module,
     device: torch.device,
     group: dist.ProcessGroup | None,
     say: Callable[[str], None],
 ) -> torch.nn.Module:
-    """Return a model whose batch norms take their statistics over the ranks of a group, the default
-    one for None. On a CPU call `say` with a message, and return the model as it is.
+    """Replace a model's batch norms, in place, by ones that take their statistics over the ranks of
+    a group, the default one for None. Return the model, or what replaces it if it is a batch norm
+    itself. On a CPU change nothing, and call `say` with a message.
 
-    Raise UsageError for a class that is derived of a batch norm and has a forward of its own: torch
-    would put a plain batch norm in its place.
+    Raise UsageError for a part whose class is derived from a batch norm and has a forward of its
+    own: torch would put a plain batch norm in its place.
     """
     for name, module in model.named_modules():
         if isinstance(module, _BatchNorm) and not type(module).forward.__module__.startswith(
@@ -70,8 +76,9 @@ def with_sync_batchnorm(
 
 
 class _StandIn(torch.nn.Module):
-    """A module that uses every parameter once; the gradients are zero and arrive last parameter
-    first. Weights whose ids are in `sparse` get sparse gradients, as DDP expects."""
+    """A module whose forward uses every one of some parameters once; in the backward the gradients
+    are zero, and arrive in the reverse order of `parameters`. Parameters whose ids are in `sparse`
+    get sparse gradients, as DDP expects."""
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], sparse: Container[int]) -> None:
         super().__init__()
@@ -83,11 +90,11 @@ class _StandIn(torch.nn.Module):
         first, *later = self._parameters_of_model
         total = self._zero(first)
         for parameter in later:
-            # autograd runs later nodes first: this term's before those of the terms so far
+            # autograd runs later nodes first: this term's before those of the terms before it
             total = total + self._zero(parameter).to(total)
         return total
 
-    __call__ = forward  # past the hooks of all modules, as a profiler's
+    __call__ = forward  # so that hooks of all modules, as a profiler's, are not called
 
     def _zero(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         """Return 0, a real scalar, whose backward gives the parameter a gradient of zeros."""
@@ -99,8 +106,9 @@ class _StandIn(torch.nn.Module):
 
 
 @contextmanager
-def _without_hooks(parameters: Sequence[torch.nn.Parameter]) -> Iterator[None]:
-    """A context in which parameters have no hooks: one may be an optimizer's step."""
+def _suspend_hooks(parameters: Sequence[torch.nn.Parameter]) -> Iterator[None]:
+    """A context in which parameters have no hooks, which may be an optimizer's step; at its end
+    they have them again."""
     names = "_backward_hooks", "_post_accumulate_grad_hooks"
     tables = [getattr(parameter, name, None) for parameter in parameters for name in names]
     hooks = [(table, dict(table)) for table in tables if table]
@@ -122,12 +130,12 @@ def _sparse_embeddings(model: torch.nn.Module) -> dict[int, str]:
 
 def check_sparse_gradients(model: torch.nn.Module, group: dist.ProcessGroup | None) -> None:
     """Raise UsageError if a model has embeddings with sparse gradients, and the backend of a group,
-    the default one for None, adds up dense ones only on their device, as NCCL does. It tries that
-    with one number. All ranks call it."""
+    the default one for None, adds up only dense ones on their device, as NCCL does. A sum of one
+    sparse number over the ranks shows it, so all ranks must call this."""
     names = _sparse_embeddings(model)
     sparse = [w for w in model.parameters() if id(w) in names and w.requires_grad]
     try:
-        for weight in sparse[:1]:
+        for weight in sparse[:1]:  # one, if there is any
             zero = torch.zeros(1, dtype=weight.dtype, device=weight.device)
             dist.all_reduce(zero.to_sparse(), group=group)
     except RuntimeError as error:
@@ -138,8 +146,8 @@ def check_sparse_gradients(model: torch.nn.Module, group: dist.ProcessGroup | No
         ) from error
 
 
-def _packed(ddp: DistributedDataParallel) -> list[torch.nn.Parameter]:
-    """Return the parameters whose gradients a model's DDP averages."""
+def _averaged_parameters(ddp: DistributedDataParallel) -> list[torch.nn.Parameter]:
+    """Return the parameters whose gradients a model's DDP averages, in the order of definition."""
     named = ddp.module.named_parameters()
     ignored = ddp.parameters_to_ignore
     return [weight for name, weight in named if weight.requires_grad and name not in ignored]
@@ -149,28 +157,28 @@ def fix_bucket_order(
     ddp: DistributedDataParallel,
     arriving: Sequence[torch.nn.Parameter] = (),
 ) -> None:
-    """Run one forward and backward of `ddp`, by which DDP packs gradients in a given order from
-    then on. Its gradients are zero, and arrive in the order of `arriving`, which has all the
-    parameters that `ddp` was made with; without `arriving` in the reverse order of definition.
+    """Have DDP pack gradients in the order of `arriving`, from the next backward on. `arriving` has
+    all the parameters that `ddp` was made with; if it is empty, the order is the reverse order of
+    definition.
 
-    All ranks must call it. Parameters, buffers and generators stay as they are, gradients are None
+    It runs one forward and backward of `ddp`, whose gradients are zero and arrive in this order:
+    all ranks must call it. Parameters, buffers and generators stay as they are, gradients are None
     afterwards, and no hooks of parameters are called. Does nothing under ``static_graph``.
     """
     if ddp.static_graph:
         return
-    parameters = arriving or _packed(ddp)[::-1]
+    parameters = arriving or _averaged_parameters(ddp)[::-1]
     model: Any = ddp.module
     syncs = ddp.broadcast_buffers
     frozen = [parameter for parameter in parameters if not parameter.requires_grad]
     ddp.module = _StandIn(parameters[::-1], _sparse_embeddings(model))
-    ddp.broadcast_buffers = False  # it would look for them in the stand-in, which has none
+    ddp.broadcast_buffers = False  # DDP would look for them in the stand-in, which has none
     try:
-        for parameter in frozen:  # since then: DDP waits for their gradients, too
+        for parameter in frozen:  # after `ddp` was made: DDP waits for their gradients, too
             parameter.requires_grad_(True)
-        # With device_ids, DDP takes the first of the arguments that it has moved there.
-        with _without_hooks(parameters):
-            forward: Any = ddp.forward  # a call would have hooks, and may be compiled
-            forward(None).backward()
+        with _suspend_hooks(parameters):
+            forward: Any = ddp.forward  # a call of `ddp` would have hooks, and may be compiled
+            forward(None).backward()  # None, since with device_ids DDP needs an argument to move
     finally:
         ddp.module, ddp.broadcast_buffers = model, syncs
         for parameter in frozen:
@@ -180,11 +188,12 @@ def fix_bucket_order(
 
 
 class _Packing:
-    """The parameters of a model in DDP, of which some may be frozen later. The keys of `arrived`
-    are their indices, in the order in which their gradients have arrived so far."""
+    """The parameters whose gradients a model's DDP averages, also if they are frozen later. The
+    keys of `arrived` are their indices, in the order in which their gradients have arrived so far.
+    """
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
-        self.parameters = _packed(ddp)
+        self.parameters = _averaged_parameters(ddp)
         self.arrived: dict[int, None] = {}
 
     @property
@@ -192,9 +201,9 @@ class _Packing:
         """The indices of all parameters in the order of arrival, [] while it is not known."""
         return [*self.arrived] if len(self.arrived) == len(self.parameters) else []
 
-    def fix(self, ddp: DistributedDataParallel, order: Sequence[int]) -> bool:
-        """Let DDP pack gradients in `order`, which is a collective, and return True; do nothing and
-        return False where the order is not of this model."""
+    def fix_order(self, ddp: DistributedDataParallel, order: Sequence[int]) -> bool:
+        """Have DDP pack gradients in `order`, which is a collective, and return True; do nothing
+        and return False if `order` is no permutation of this model's indices, or is empty."""
         if not order or sorted(order) != [*range(len(self.parameters))]:
             return False
         fix_bucket_order(ddp, [self.parameters[number] for number in order])
@@ -202,20 +211,21 @@ class _Packing:
         return True
 
     def note_arrivals(self, ddp: DistributedDataParallel) -> None:
-        """Register hooks that note the order of arrival in the next backward that DDP averages, and
-        that remove themselves at its end. A backward counts only behind a forward of `ddp` that was
-        to be averaged: DDP does not see what a script trains by the plain module before that."""
+        """Register hooks that note the order of arrival in the next backward that DDP averages. At
+        the end of this backward the hooks remove themselves. A backward counts only if a forward of
+        `ddp` with averaging comes before it: DDP does not see a training of the plain module."""
         handles: list[RemovableHandle] = []
-        # Nothing that holds the parameters: Python's collector sees no hook of a tensor, so that a
-        # model without a backward would never be freed.
+        # The hooks refer to nothing that holds the parameters: Python's collector does not see
+        # hooks of a tensor, so a model without a backward would never be freed.
         wrapper, arrived = weakref.ref(ddp), self.arrived
 
         def note(number: int, _: torch.Tensor) -> None:
-            """Note that a parameter's gradient has arrived, if the backward counts; the last one
-            removes the hooks."""
+            """Note that the gradient of parameter `number` has arrived, if the backward counts; at
+            the last one, or if the model is gone, remove the hooks."""
             model: Any = wrapper()
+            # A forward of DDP sets both: the second one to whether the backward averages.
             if model is not None and not (
-                model._lazy_init_ran and model.require_forward_param_sync  # as its forward sets it
+                model._lazy_init_ran and model.require_forward_param_sync
             ):
                 return
             arrived[number] = None
@@ -229,37 +239,37 @@ class _Packing:
 
 
 class BucketOrders:
-    """Lets the DDP models of a run pack gradients alike in each attempt.
+    """Has the DDP models of a run pack gradients alike in each attempt.
 
     DDP packs gradients into buckets, and after the first backward of every process packs them
-    anew, in the order in which they have arrived. A resumed process so takes its first step with
-    the first packing, where the undisturbed run had the second, and from three ranks on the same
-    numbers added in another order give other bits. So the order is noted in the first backward of
-    the run that is averaged, and kept in its checkpoints; a process that resumes has its "first
-    backward" before it trains, on a stand-in whose gradients arrive in that order.
+    anew, in the order in which they have arrived. So a resumed process would take its first step
+    with the first packing, where the undisturbed run had the second; and from three ranks on the
+    same numbers, added in another order, give other bits. So the order is noted in the run's first
+    backward with averaging, and kept in the run's checkpoints; a process that resumes has its
+    "first backward" before it trains, on a stand-in whose gradients arrive in this order.
 
     Models are known by their number, in the order in which they were added, without those that the
-    script has let go. DDP packs nothing anew with ``find_unused_parameters``. It would take the
-    stand-in's graph for the model's under ``static_graph``: such a run is equal to an undisturbed
-    one up to rounding only.
+    script has let go. With ``find_unused_parameters`` DDP packs nothing anew. Under
+    ``static_graph`` DDP would take the stand-in's graph for the model's: such a resumed run is
+    equal to an undisturbed one up to rounding only.
     """
 
     def __init__(self) -> None:
         self._models = LivingModels[DistributedDataParallel]()
-        self._loaded: Sequence[Sequence[int]] = ()
+        self._loaded: Sequence[Sequence[int]] = ()  # the orders of `load`
 
     def add(self, ddp: DistributedDataParallel) -> None:
-        """Add a model. If an order was loaded for it, fix that, which is a collective; else note
-        the order in its first averaged backward."""
-        packing = vars(ddp)[PACKING] = _Packing(ddp)  # there, to live as long as the model
+        """Add a model. If an order was loaded for its number, fix the order, which is a collective;
+        else have the order noted in its first backward with averaging."""
+        packing = vars(ddp)[PACKING] = _Packing(ddp)  # as the model's, to be freed with it
         self._models.add(ddp)
         number = len(self._models) - 1
         order = self._loaded[number] if number < len(self._loaded) else ()
-        if _packs_anew(ddp) and not packing.fix(ddp, order):
+        if _packs_anew(ddp) and not packing.fix_order(ddp, order):
             packing.note_arrivals(ddp)
 
     def check_steps_are_even(self) -> None:
-        """Raise as the function of this name does for the models."""
+        """Raise UsageError as the function of this name does, for the models added."""
         check_steps_are_even(self._models)
 
     def clear(self) -> None:
@@ -268,29 +278,30 @@ class BucketOrders:
 
     def load(self, orders: Sequence[Sequence[int]]) -> None:
         """Keep `orders`, which `values` has returned in an earlier attempt, for models that will be
-        added, and fix those of the models that were added already: a collective, which sets their
-        gradients to None. Raise RuntimeError if a peer is gone."""
+        added, and fix the orders of the models that were added already: a collective, which sets
+        the gradients of these models to None. Raise RuntimeError if a peer is gone."""
         self._loaded = orders
         if len(self._models) > 1:
-            gc.collect()  # or one that was let go would live on some of the ranks
+            gc.collect()  # or a model that the script has let go may live on some of the ranks
         for ddp, order in zip(self._models, orders, strict=False):
             if _packs_anew(ddp):
-                vars(ddp)[PACKING].fix(ddp, order)
+                vars(ddp)[PACKING].fix_order(ddp, order)
 
     def values(self) -> list[list[int]]:
-        """Return for each model the indices of its parameters in the order in which their gradients
-        arrive, [] where it is not known yet."""
+        """Return the order of each model, in the order of `add`: the indices of its parameters as
+        their gradients arrive, [] while that is not known."""
         return [vars(ddp)[PACKING].order for ddp in self._models]
 
 
 def _packs_anew(ddp: DistributedDataParallel) -> bool:
-    """Return whether DDP packs gradients anew in the order of their arrival, which counts."""
+    """Return whether DDP, made with its present options, packs gradients anew after the first
+    backward, in the order of their arrival."""
     return not (ddp.static_graph or ddp.find_unused_parameters)
 
 
 def check_steps_are_even(models: Iterable[Any]) -> None:
-    """Raise UsageError for a model that is, or has been, in a ``join`` of DDP's, in which ranks may
-    have other numbers of steps: saves and stops are agreed on by the number of the step."""
+    """Raise UsageError if one of `models` is, or has been, in a ``join`` of DDP's, in which ranks
+    may have different numbers of steps: saves and stops are agreed on by the number of the step."""
     for model in models:
         config = getattr(model, "_join_config", None)
         if config is not None and config.enable:
@@ -302,13 +313,13 @@ def check_steps_are_even(models: Iterable[Any]) -> None:
 
 
 def set_averaging(model: Any, on: bool) -> None:
-    """Choose whether a model's coming backward averages gradients: over ranks by DDP, or over the
-    replicas of a model that FSDP2 has sharded. FSDP2 shards gradients in each backward in any case:
-    whole ones, which it would add up otherwise, need the memory that sharding is to save.
+    """Choose whether a model's next backward averages gradients, `on`, or not: over ranks by DDP,
+    or over the replicas of a model that FSDP2 has sharded. Call it before the forward. FSDP2 shards
+    gradients in each backward in any case: whole ones would need the memory that sharding saves.
 
-    For DDP it sets the flag of `no_sync`, which counts in forward already. Under ``static_graph``
-    the first backward's are averaged in any case, since torch records the graph in it: what
-    accumulates is the same up to rounding.
+    For DDP it sets the flag of `no_sync`. Under ``static_graph`` the gradients of the first
+    backward are averaged in any case, since torch records the graph in it: the accumulated
+    gradients are the same up to rounding.
     """
     if hasattr(model, "set_requires_all_reduce"):  # FSDP2
         model.set_requires_all_reduce(on)

@@ -1,4 +1,4 @@
-"""Where a rank stands: data, tensor and pipeline parallel ranks, as pure numbers."""
+"""The place of a rank: data, tensor and pipeline parallel ranks, as pure numbers."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from hpc_ddp.core.errors import UsageError
 
 @dataclass(frozen=True)
 class ParallelDims:
-    """The ranks as an array of shape (`pp`, `dp`, `tp`), whose last index changes fastest.
+    """The ranks as an array of shape (`pp`, `dp`, `tp`), whose last index changes fastest; and the
+    place of this `rank` in it.
 
     So the ranks of a tensor parallel group, which talk most, are neighbours on a node. A stage is
     one plane of the array: its `dp` x `tp` ranks have the same part of the model. `dp` is
-    `replicas` x `shards`: a sharded model lies on the neighbours of one replica.
+    `replicas` x `shards`, where the shards of one replica are neighbours.
     """
 
     rank: int = 0
@@ -45,10 +46,12 @@ class ParallelDims:
 
     @property
     def tp_rank(self) -> int:
+        """This rank's number among the ranks that share its layers, from 0."""
         return self.rank % self.tp
 
     @property
     def dp_rank(self) -> int:
+        """The number of this rank's copy of the model, from 0."""
         return self.rank // self.tp % self.dp
 
     @property
@@ -63,8 +66,8 @@ class ParallelDims:
 
     @property
     def stage_rank(self) -> int:
-        """This rank's number in its stage, from 0; the stage's first rank writes what all of its
-        ranks have alike."""
+        """This rank's number in its stage, from 0; rank 0 of the stage writes the state that all of
+        the stage's ranks have alike."""
         return self.rank % self.stage_size
 
     @property
@@ -80,6 +83,7 @@ class ParallelDims:
 
     @property
     def stream(self) -> int:
-        """The number of this rank's random generators. All ranks of a tensor parallel group have
-        the same number, so that they compute alike what they hold in common."""
+        """The number that makes this rank's random generators differ from those of other ranks. The
+        ranks of a tensor parallel group have one number, so that they compute the layers that they
+        hold in common alike."""
         return self.pp_rank * self.dp + self.dp_rank

@@ -11,7 +11,7 @@ from hpc_ddp.core.errors import UsageError
 
 Init = Callable[[nn.Module], object]
 
-NEITHER = 2  # as a boolean's byte: not False, not True
+NEITHER = 2  # the byte of a bool that is neither False nor True
 
 
 def materialize(module: nn.Module, device: torch.device, init: Init | None = None) -> None:
@@ -19,16 +19,16 @@ def materialize(module: nn.Module, device: torch.device, init: Init | None = Non
 
     The numbers are those of a module that is made on the device: each submodule's
     ``reset_parameters`` draws them from the global generators, as its constructor would. Then
-    `init`, if given, is called with the submodule. Whole tensors are filled, so the numbers do not
-    depend on the number of ranks that will share them. Submodules without ``meta`` tensors of their
-    own are left alone.
+    `init`, unless None, is called with the submodule. Whole tensors are filled, so the numbers do
+    not depend on the number of ranks that will share them. Submodules without ``meta`` tensors of
+    their own are left alone. Tied parameters stay tied.
 
     Raises
     ------
     UsageError
-        a parameter or buffer has no numbers after that; the module is in part changed
+        a parameter or buffer still has no numbers; the submodules before it are changed
     """
-    materialized: dict[torch.Tensor, torch.Tensor] = {}  # tied parameters stay one
+    materialized: dict[torch.Tensor, torch.Tensor] = {}  # by the tensor on ``meta``
     for path, submodule in module.named_modules():
         names = [name for name, tensor in _tensors(submodule) if tensor.is_meta]
         for name in names:
@@ -54,15 +54,15 @@ def materialize(module: nn.Module, device: torch.device, init: Init | None = Non
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the name and the tensor of each parameter and buffer of a module itself, without those
-    of its submodules."""
+    """Yield the name and the tensor of each parameter and buffer of a module itself, not of its
+    submodules; a tensor with several names several times."""
     yield from module.named_parameters(recurse=False, remove_duplicate=False)
     yield from module.named_buffers(recurse=False, remove_duplicate=False)
 
 
 def _allocate(old: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a tensor like `old` on a device, full of a value that no initialisation leaves
-    behind."""
+    """Return a tensor or parameter like `old` on a device, filled with a value that no
+    initialisation leaves behind: NaN, `NEITHER`, or the dtype's largest whole number."""
     new = torch.empty_like(old, device=device)
     if new.is_floating_point() or new.is_complex():
         new.data.fill_(torch.nan)
@@ -75,7 +75,7 @@ def _allocate(old: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 def _lacks_numbers(tensor: torch.Tensor) -> bool:
     """Return whether a tensor still has a number with which `_allocate` has filled it. The largest
-    whole number may be one of the module's own, so all of a tensor has to be."""
+    whole number may also be one of the module's own: there the whole tensor must have it."""
     if tensor.is_floating_point() or tensor.is_complex():
         return bool(tensor.detach().isnan().any())
     if tensor.dtype is torch.bool:

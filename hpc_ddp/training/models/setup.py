@@ -16,7 +16,7 @@ from hpc_ddp.core.journal.events import TrainingBegun
 from hpc_ddp.training.checkpoint.state import unwrap, without_ddp
 from hpc_ddp.training.data.call_order import CallOrder
 from hpc_ddp.training.data.loader import Batch, Loader, Shard
-from hpc_ddp.training.data.order import MicroBatch, derive, make_plan
+from hpc_ddp.training.data.order import MicroBatch, derive_seed, make_plan
 from hpc_ddp.training.data.own_data import StatefulLoaders
 from hpc_ddp.training.data.rerun_lines import Resume
 from hpc_ddp.training.devices import is_accelerator
@@ -24,11 +24,11 @@ from hpc_ddp.training.models import tracked
 from hpc_ddp.training.models.ddp import (
     check_sparse_gradients,
     compile_for_resume,
+    convert_to_sync_batchnorm,
     fix_bucket_order,
     set_averaging,
-    with_sync_batchnorm,
 )
-from hpc_ddp.training.models.evaluation import Average, averaged, in_eval_mode, share_buffers
+from hpc_ddp.training.models.evaluation import Average, in_eval_mode, make_average, share_buffers
 from hpc_ddp.training.models.meta import Init, materialize
 from hpc_ddp.training.options import Options
 from hpc_ddp.training.process.hang_watchdog import beat
@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 
 
 class ModelSetup(Worker):
-    """The methods of a `Run` on models. `stop_on_nan` looks at the weights of models that went
-    through `wrap`, `parallelize` or `fully_shard`."""
+    """The methods of a `Run` on models. With `stop_on_nan` the weights of models that went through
+    `wrap`, `parallelize` or `fully_shard` are checked."""
 
     def __init__(self, options: Options) -> None:
         super().__init__(options)
@@ -52,24 +52,24 @@ class ModelSetup(Worker):
         self._mesh: DeviceMesh | None = None
         self._loader: Loader | None = None
         self._calls = CallOrder(self._say)
-        self._is_unchecked = False  # until a loop's first step
+        self._is_unchecked = False  # whether a loop's first step is still to warn of untracked ones
         self._resume = Resume()
         self._gradients = tracked.GradientWatch()
-        self._no_loader = Batch()  # of a script without a loader of the run
-        self._epoch: Loader | StatefulLoaders = StatefulLoaders()  # have its first and last batch
+        self._no_loader = Batch()  # in place of a batch in a script without a loader of the run
+        self._epoch: Loader | StatefulLoaders = StatefulLoaders()  # knows an epoch's begin and end
 
     @property
     def _batch(self) -> Batch:
-        """The batch that the training is at; an empty one without a loader of the run."""
+        """The present batch of the run's loader; an empty one without a loader."""
         return self._no_loader if self._loader is None else self._loader.batch
 
     @property
     def _micro_batch(self) -> MicroBatch:
-        """The current micro-batch of the run's loader."""
+        """The present micro-batch of the run's loader; `NO_BATCH` without a loader."""
         return self._batch.micro_batch
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Return a context that computes in the run's precision; it does nothing for fp32."""
+        """Return a context that computes in the run's precision; for fp32 it does nothing."""
         return self._precision.autocast()
 
     def wrap(
@@ -81,14 +81,15 @@ class ModelSetup(Worker):
     ) -> torch.nn.Module:
         """Move a model to the device and wrap it in DistributedDataParallel; return the wrapper.
 
-        `options` go to DDP as they are. A model with nothing to train is returned without a
-        wrapper; one over several devices of the worker stays where it is. Averages from `ema` move
-        along. A pipeline's `model` is this rank's stage. All ranks call it.
+        `options` are DDP's. A model with nothing to train is returned without a wrapper; a model
+        over several devices of the worker stays where it is. Averages from `ema` move along. In a
+        pipeline, `model` is this rank's stage. All ranks call it.
 
         Parameters
         ----------
         sync_batchnorm
-            takes batch norm's statistics over the global batch; on CPUs it is off, with a message
+            replaces batch norms, in place, by ones with statistics over the global batch; on CPUs
+            it is off, with a message
         compile
             compiles the model in place, so that the keys of its state stay; once for each shape of
             a batch, of which there should be few
@@ -96,9 +97,8 @@ class ModelSetup(Worker):
         Raises
         ------
         UsageError
-            it would move a model behind `track`; the run is tensor parallel, or has replicas of a
-            sharded model; the forward of a batch
-            norm's own class would be lost; or sparse gradients can't be averaged
+            it would move a model behind `track`; the run has `tp` or `replicas`; the forward of a
+            class derived from a batch norm would be lost; or sparse gradients can't be averaged
         """
         dims = self._dims
         if dims.tp > 1:
@@ -115,8 +115,8 @@ class ModelSetup(Worker):
         # The ranks of other stages have other layers.
         group = self.mesh["dp"].get_group() if dims.pp > 1 else None
         if sync_batchnorm:
-            model = with_sync_batchnorm(model, self.device, group, self._say)
-        self._precision.watch(model)
+            model = convert_to_sync_batchnorm(model, self.device, group, self._say)
+        self._precision.watch_model(model)
         if len(self.devices) == 1:
             tracked.check_place(model, self.device, self._has_tracked)
             model.to(self.device)
@@ -126,17 +126,20 @@ class ModelSetup(Worker):
             compile_for_resume(model)
         if not any(parameter.requires_grad for parameter in model.parameters()):
             return model
-        return self._in_ddp(model, {"process_group": group, **options})
+        return self._wrap_in_ddp(model, {"process_group": group, **options})
 
-    def _in_ddp(self, model: torch.nn.Module, options: dict[str, Any]) -> torch.nn.Module:
-        """Wrap a model in DDP with `options`, to which ``device_ids`` may be added, and note the
-        wrapper; all ranks call it. Raise UsageError for sparse gradients that can't be averaged."""
+    def _wrap_in_ddp(self, model: torch.nn.Module, options: dict[str, Any]) -> torch.nn.Module:
+        """Wrap a model in DDP, have its bucket order fixed, note the wrapper and return it. May add
+        ``device_ids`` to `options`. All ranks call it. Raise UsageError for sparse gradients that
+        can't be averaged."""
         if is_accelerator(self.device) and len(self.devices) == 1:
             options.setdefault("device_ids", [self.device.index])
         ddp = DistributedDataParallel(model, **options)
         check_sparse_gradients(model, options["process_group"])
-        is_rank_0s = self._dims.pp == 1 and len(self.devices) == 1  # else there is no one order
-        (self._manager.buckets.add if is_rank_0s else fix_bucket_order)(ddp)
+        if self._dims.pp == 1 and len(self.devices) == 1:
+            self._manager.buckets.add(ddp)
+        else:  # the ranks have no common order that a checkpoint could keep
+            fix_bucket_order(ddp)
         self._timer.has_ddp = self._dims.pp == 1
         self._wrapped.add(ddp)
         return ddp
@@ -144,7 +147,7 @@ class ModelSetup(Worker):
     @property
     def mesh(self) -> DeviceMesh:
         """The ranks as torch's mesh with the dimensions "pp", "dp", "tp"; with replicas, "dp" is
-        made of "replica" and "shard". All ranks must ask for it: the first time makes groups."""
+        made of "replica" and "shard". All ranks read it: the first read makes process groups."""
         if self._mesh is None:
             from hpc_ddp.training.models.sharding import make_mesh
 
@@ -161,9 +164,8 @@ class ModelSetup(Worker):
         """Split a model's layers, in place, among the tensor parallel ranks, on the device; return
         the model.
 
-        `fully_shard` comes after it, and is needed where there are data parallel ranks as well:
-        layers outside of the plan stay where they are until then. Without such ranks they come to
-        the device here. All ranks call it.
+        With several data parallel ranks `fully_shard` must follow: it moves the layers outside of
+        the plan to the device. Without them these layers are moved here. All ranks call it.
 
         Parameters
         ----------
@@ -181,7 +183,7 @@ class ModelSetup(Worker):
         """
         from hpc_ddp.training.models.sharding import share_layers
 
-        self._precision.watch(model)
+        self._precision.watch_model(model)
         share_layers(model, plan, self.mesh["tp"], self.device, init)
         if self._dims.dp == 1:
             materialize(model, self.device, init)
@@ -200,10 +202,10 @@ class ModelSetup(Worker):
         """Shard a model, in place and on the device, over the data parallel ranks (FSDP2), or over
         the ranks of each of the run's replicas (HSDP); return the model.
 
-        It computes in the run's precision: with "bf16" it gathers the weights in bf16, and the
-        optimizer sees fp32. One unit after the other comes to the device, so the model may be
-        larger than the device's memory. A model on ``torch.device("meta")`` does not need the CPU's
-        memory either: its numbers are drawn here, on all ranks the same. All ranks call it.
+        The model computes in the run's precision: with "bf16" FSDP2 gathers the weights in bf16,
+        and the optimizer sees fp32. The units are moved to the device one by one, so the model may
+        be larger than the device's memory. A model on ``torch.device("meta")`` does not need the
+        CPU's memory either: its numbers are drawn here, the same on all ranks. All ranks call it.
 
         Parameters
         ----------
@@ -231,7 +233,7 @@ class ModelSetup(Worker):
                 "precision is 'fp16' with run.fully_shard; accepted: 'fp32', 'bf16'",
                 hint="bf16 needs no scaled gradients",
             )
-        precision.watch(model)
+        precision.watch_model(model)
         mesh = self.mesh["replica", "shard"] if self._dims.replicas > 1 else self.mesh["dp"]
         shard_fully(model, units, mesh, self.device, precision.dtype, offload, init, **options)
         self._wrapped.add(model)
@@ -252,8 +254,7 @@ class ModelSetup(Worker):
         ----------
         stage
             this rank's part of the model, wrapped (`wrap`); one tensor goes in, one comes out. Its
-            parts have the names that they have in the whole model, so that a checkpoint is one of
-            the whole model
+            parts have their names in the whole model, so that a checkpoint is of the whole model
         loss_fn
             returns the mean loss of outputs and targets
         schedule
@@ -271,32 +272,27 @@ class ModelSetup(Worker):
         check_schedule(schedule, n_microbatches, self._dims.pp, self.device)
         return Pipeline(self, stage, loss_fn, schedule, n_microbatches)
 
-    def _weighted(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the loss times the weight of the current micro-batch (see `backward`)."""
+    def _weigh(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return the loss times the weight of the present micro-batch (see `backward`)."""
         return loss if self._micro_batch.weight == 1.0 else loss * self._micro_batch.weight
 
     def ema(self, model: torch.nn.Module, decay: float = 0.999) -> Average:
         """Return a copy of the model, without its wrappers, whose weights become an exponential
-        moving average of the model's. Name it in `track`, and call its ``update_parameters(model)``
-        after each optimizer step. Raise UsageError as `averaged`."""
-        average = averaged(unwrap(model), decay, self._say)
+        moving average of the model's: an update keeps the share `decay` of it. Name it in `track`,
+        and call its ``update_parameters(model)`` after each optimizer step. Raise UsageError, and
+        print a warning, as `make_average`."""
+        average = make_average(unwrap(model), decay, self._say)
         self._averages[average] = ref(model)
         return average
 
     def shard(self, dataset: Dataset[Any], batch_size: int, **options: Any) -> Shard:
         """Return this rank's part of an evaluation set, in order, every sample on exactly one rank.
 
-        An iterable data set is read by every rank. `batch_size` counts samples per rank. `options`:
-        ``num_workers``, ``collate_fn``, and others of torch's DataLoader; and ``even=True``, with
-        which all ranks get the same number of batches, for a forward with collectives, as FSDP's
-        has (see `Shard`). Ranks that share a model's layers or stages get the same batches.
-
-        Raises
-        ------
-        UsageError
-            the batch size is below 1, or an option is refused
-        TypeError
-            a map-style data set has no length
+        Every rank reads all of an iterable data set. `batch_size` counts samples per rank. Options
+        are DataLoader's, and ``even=True``: all ranks get the same number of batches, for a forward
+        with collectives (see `Shard`). Ranks that share layers or stages get the same batches.
+        Raise UsageError for a batch size below 1 and for an option that is refused, TypeError for a
+        map-style data set without a length.
         """
         dims = self._dims
         plan = make_plan(batch_size, None, 1, dims.dp_rank, dims.dp)
@@ -304,7 +300,7 @@ class ModelSetup(Worker):
 
     @property
     def ends_step(self) -> bool:
-        """Whether the current micro-batch is the last one of its optimizer step."""
+        """Whether the present micro-batch is the last one of its optimizer step."""
         return self._micro_batch.ends_step
 
     @contextmanager
@@ -314,8 +310,8 @@ class ModelSetup(Worker):
 
         All ranks must enter. Persistent buffers (running means of batch norm, say) become those of
         rank 0, or of the stage's first rank, and stay so. The time does not count as training. With
-        collectives in the forward (a sharded model, a pipeline), all ranks need as many batches:
-        ``run.shard(..., even=True)``.
+        collectives in the forward (a sharded model, a pipeline), all ranks need the same number of
+        batches: ``run.shard(..., even=True)``.
         """
         plain = unwrap(model if isinstance(model, torch.nn.Module) else model.stage)
         group = self.mesh["dp"].get_group() if self._dims.pp > 1 else None
@@ -324,14 +320,16 @@ class ModelSetup(Worker):
             yield without_ddp(model) if isinstance(model, torch.nn.Module) else model
 
     def _check_tracked(self, objects: Mapping[str, Any]) -> None:
-        """Raise as `check_models` and `check_copies` do; warn as `warn_of_stateless` does."""
+        """Raise UsageError or HpcDdpError as `check_models` and `check_copies`, and print warnings
+        as `warn_of_stateless`."""
         tracked.check_models(objects, self._wrapped, self._dims.pp > 1)
         tracked.warn_of_stateless(objects, self._say)
         tracked.check_copies(objects.values(), self._wrapped, self._dims)
 
     def _begin_loop(self, is_over: bool) -> None:
-        """Set random generators, note models' flags, undo what lines that run a second time have
-        changed, journal the begin, start the clocks. Raises as `epochs`."""
+        """Set random generators, note models' flags, undo changes by lines that have run a second
+        time, journal the begin of a loop, which may be over, open `tensorboard` (or raise OSError),
+        start the clocks."""
         calls, position = self._calls, self.position
         has_epochs, self._no_loader.is_trained = calls.loop == "epochs", False
         if self._loader is not None:
@@ -339,7 +337,7 @@ class ModelSetup(Worker):
             self._loader.rolls = not has_epochs
         is_in_epoch = has_epochs and self._epoch.is_watched and position.epoch_steps > 0
         self._manager.generators.begin_loop(
-            derive(self.seed, position.step, self._dims.stream),
+            derive_seed(self.seed, position.step, self._dims.stream),
             is_checkpoints=calls.is_checkpoints,
             is_over=is_over,
             is_in_epoch=is_in_epoch,
@@ -351,7 +349,7 @@ class ModelSetup(Worker):
         self._is_unchecked = self.rank == 0 and not is_over and is_new
         if self.rank == 0:
             self._journal.write(TrainingBegun(position.step))
-        _ = self.tensorboard  # opened here, where the position is the checkpoint's
+        _ = self.tensorboard  # the read opens it here, where the position is the checkpoint's
         self._consensus.restart_step()
         self._timer.start_step()
 
@@ -363,7 +361,7 @@ class ModelSetup(Worker):
         return undo
 
     def _sync_gradients(self, on: bool) -> None:
-        """Choose whether gradients of the coming micro-batch are averaged over ranks."""
+        """Choose whether the next micro-batch's gradients are averaged over ranks."""
         for model in self._wrapped:
             set_averaging(model, on)
 
@@ -385,7 +383,7 @@ class ModelSetup(Worker):
         """
         calls, position = self._calls, self.position
         calls.end_left_loop()
-        if calls.is_before(position):
+        if calls.is_before_loop_of(position):
             self._say(
                 "run.load_best was called before a loop that the run is in by now: the checkpoint's"
                 " weights stay"
@@ -393,7 +391,7 @@ class ModelSetup(Worker):
             return self._manager.best.step or position.step
         if not calls.loop:
             self._resume.go_behind_loop(position)
-            calls.abandon(position)
+            calls.abandon_loops(position)
         step = self._manager.load_best(model, saves=not calls.loop)
         beat()
         return step

@@ -1,6 +1,6 @@
 """Models over several ranks with torch's own means: FSDP2, tensor and pipeline parallel.
 
-Imported where a script asks for one of them only: torch's part takes a second.
+Imported only where a script asks for one of them: the import of torch's parts takes a second.
 """
 
 from __future__ import annotations
@@ -32,17 +32,18 @@ from hpc_ddp.training.models.meta import Init, materialize
 if TYPE_CHECKING:
     from hpc_ddp.training.models.setup import ModelSetup
 
-SCHEDULES = ("GPipe", "1F1B")  # those with one stage on each rank
-MOST_SCHEDULES = 3  # that are kept: for batches of a usual shape, and for an epoch's last one
-# Of a group's backend: Gloo's and the older NCCL's; that of the NCCL of torch 2.15.
+SCHEDULES = ("GPipe", "1F1B")  # torch's schedules with one stage on each rank
+MOST_SCHEDULES = 3  # kept at a time: for batches of a usual shape, and for an epoch's last one
+# Methods of a group's backend: of Gloo and NCCL; of NCCL in torch 2.15.
 SET_TIMEOUT = ("_set_default_timeout", "set_timeout")
 
 
 def make_mesh(dims: ParallelDims, device: torch.device, timeout: timedelta) -> DeviceMesh:
-    """Return torch's mesh of the run's ranks; all ranks make it at the same time.
+    """Return torch's mesh of the run's ranks, with the dimensions of `Run.mesh`, for tensors on
+    `device`. All ranks call it at the same time, since it makes process groups.
 
     The mesh's groups and the default group get the `timeout` of the run's collectives; rank 0
-    prints a message where a backend takes none. On accelerators DTensor's random generator is
+    prints a message where a backend accepts none. On accelerators DTensor's random generator is
     replaced for the process.
     """
     sizes = {"pp": dims.pp, "dp": dims.dp, "tp": dims.tp}
@@ -54,47 +55,56 @@ def make_mesh(dims: ParallelDims, device: torch.device, timeout: timedelta) -> D
         groups.append(mesh["replica", "shard"]._flatten("dp").get_group())
     if devices.is_accelerator(device):
         # torch would make it at the first random operation on a DTensor, and give all ranks rank
-        # 0's random numbers by a broadcast: one that stages without such an operation never join,
-        # and that a resumed run repeats in the midst of its numbers. `Run.epochs` has seeded the
-        # ranks that share a layer alike.
+        # 0's random numbers by a broadcast. Stages without such an operation never join this
+        # broadcast, and a resumed run repeats it in the midst of its numbers. Ranks that share a
+        # layer have the same seed from `Run.epochs`.
         _random._rng_tracker = _Tracker(device)
-    # A mesh makes groups that wait for ten minutes with NCCL, and shortens the whole run's to that.
+    _set_timeouts([dist.group.WORLD, *groups], device, timeout, dims.rank)
+    return mesh
+
+
+def _set_timeouts(
+    groups: Sequence[Any], device: torch.device, timeout: timedelta, rank: int
+) -> None:
+    """Set the timeout of the collectives of `groups` on `device`; on rank 0 print a message if a
+    backend refuses it. With NCCL a new mesh has set ten minutes, also for the default group."""
     refused = False
-    for group in (dist.group.WORLD, *groups):
-        backend: Any = group._get_backend(device)  # type: ignore[union-attr]
+    for group in groups:
+        backend: Any = group._get_backend(device)
         for name in SET_TIMEOUT:
             if hasattr(backend, name):
                 try:
                     getattr(backend, name)(timeout)
-                except RuntimeError:  # torch 2.9 to 2.11 has it for each backend, XCCL's raises
+                except RuntimeError:  # of XCCL, which has the method in torch 2.9 to 2.11
                     refused = True
                 break
-    if refused and dims.rank == 0:
+    if refused and rank == 0:
         say(
             f"the backend {dist.get_backend()!r} of this torch takes no other timeout: collectives"
             " of run.mesh may end with an error before hang_after"
         )
-    return mesh
 
 
 class _Stage(PipelineStage):
-    """torch's stage of a pipeline. Its backward is not under the autocast of its forward, as torch
-    recommends, and averages gradients in the last micro-batch of a batch alone, if the batch ends a
-    step (`set_averaging`). It keeps no outputs, which may need more memory than the model."""
+    """torch's stage of a pipeline, with changes; torch's schedule calls the methods."""
 
     def backward_maybe_with_nosync(
         self, kind: Any, options: Any, last_backward: bool = False
     ) -> Any:
+        """Have gradients averaged only in the last micro-batch of a batch, and only if the batch
+        ends a step: DDP then has the flag of `set_averaging`, which a stage without DDP lacks."""
         is_last = last_backward and getattr(self.submod, "require_backward_grad_sync", True)
         backward: Any = super().backward_maybe_with_nosync
         return backward(kind, options, last_backward=is_last)
 
     def forward_one_chunk(self, *args: Any, **options: Any) -> Any:
+        """Return a micro-batch's output; keep none, as they may need more memory than the model."""
         output = super().forward_one_chunk(*args, **options)
         self.output_chunks.clear()
         return output
 
     def backward_one_chunk(self, *args: Any, **options: Any) -> None:
+        """Run a backward without the autocast of the forward, as torch recommends."""
         torch.clear_autocast_cache()
         with torch.autocast(self.device.type, enabled=False):
             super().backward_one_chunk(*args, **options)
@@ -105,6 +115,7 @@ class _Tracker(_random.OffsetBasedRNGTracker):
     with the number of the global rank."""
 
     def __init__(self, device: torch.device) -> None:
+        # The constructor of the base's base: the base's own chooses the device, and broadcasts.
         super(_random.OffsetBasedRNGTracker, self).__init__(device)
 
 
@@ -115,15 +126,15 @@ def share_layers(
     device: torch.device,
     init: Init | None,
 ) -> None:
-    """Split the layers in a plan among the ranks of `mesh`, in place; see `Run.parallelize`.
+    """Split the modules that match a name in `plan` among the ranks of `mesh`, in place, and move
+    them to `device` one by one; arguments as in `Run.parallelize`. All ranks call it.
 
-    One module of the plan after the other comes to the device. All ranks call it. Raise UsageError
-    for a name in the plan that no module has, for a parameter with several names that the plan cuts
-    in different ways, and as `materialize`.
+    Raise UsageError for a name in the plan that no module has, for a parameter with several names
+    that the plan cuts in different ways, and as `materialize`.
     """
     tied = _tied_names(model)
     for pattern, style in plan.items():
-        modules = list(_matching(model, pattern))
+        modules = list(_find_modules(model, pattern))
         if not modules:
             raise UsageError(
                 f"run.parallelize was given a plan for {pattern!r}, and the model has no such"
@@ -132,21 +143,21 @@ def share_layers(
         for module in modules:
             materialize(module, device, init)
             parallelize_module(module, mesh, style)
-    for names in tied:  # torch makes a parameter for each of the names
+    for names in tied:  # torch has made a parameter for each of the names
         _tie_again(model, names)
 
 
 def _tied_names(model: nn.Module) -> list[list[str]]:
-    """Return the names of each parameter that has several."""
+    """Return the names of each parameter that has several names."""
     names_of: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names_of.setdefault(id(parameter), []).append(name)
-    return [names for names in names_of.values() if names[1:]]
+    return [names for names in names_of.values() if len(names) > 1]
 
 
 def _tie_again(model: nn.Module, names: Sequence[str]) -> None:
-    """Set all `names` of a parameter to the tensor of the first name; raise UsageError if the
-    tensors are cut in different ways."""
+    """Make all `names` name one parameter of the model again, that of the first name; raise
+    UsageError if their tensors are cut in different ways."""
     first = model.get_parameter(names[0])
     for name in names[1:]:
         tensor = model.get_parameter(name)
@@ -166,12 +177,13 @@ def _layout_of(tensor: Any) -> Any:
 
 
 def _check_units(model: nn.Module, units: Sequence[nn.Module]) -> None:
-    """Raise UsageError for a parameter with several names in different units: each unit would make
-    a parameter of its own."""
+    """Raise UsageError for a parameter with several names in different units, or in a unit and in
+    none: each unit would make a parameter of its own."""
     for names in _tied_names(model):
         modules = [model.get_submodule(name.rpartition(".")[0]) for name in names]
-        homes = [[module in unit.modules() for unit in units] for module in modules]
-        firsts = [home.index(True) if any(home) else len(units) for home in homes]
+        is_in_unit = [[module in unit.modules() for unit in units] for module in modules]
+        # For each name the index of its first unit; one behind the last for a name in none.
+        firsts = [flags.index(True) if any(flags) else len(units) for flags in is_in_unit]
         for name, first in zip(names, firsts, strict=True):
             if first != firsts[0]:
                 raise UsageError(
@@ -181,9 +193,9 @@ def _check_units(model: nn.Module, units: Sequence[nn.Module]) -> None:
                 )
 
 
-def _matching(model: nn.Module, pattern: str) -> Iterator[nn.Module]:
-    """Yield the modules whose name matches a pattern. The parts between the dots are compared one
-    by one, by `fnmatchcase`: so ``*`` stands for text without a dot."""
+def _find_modules(model: nn.Module, pattern: str) -> Iterator[nn.Module]:
+    """Yield the modules of a model whose name matches a pattern. The parts between the dots are
+    compared one by one, by `fnmatchcase`: so ``*`` stands for text without a dot."""
     parts = pattern.split(".")
     for name, module in model.named_modules():
         names = name.split(".")
@@ -201,35 +213,26 @@ def shard_fully(
     init: Init | None,
     **options: Any,
 ) -> None:
-    """Shard a model over ranks, in place, by torch's FSDP2, which averages gradients over ranks: in
-    fp32 where `dtype` is given, else in the type of the parameters.
+    """Shard a model over ranks, in place, by torch's FSDP2, which averages gradients over ranks.
 
-    torch moves each unit to the device as it shards the unit, so a device never has the whole
-    model. Replicas get the numbers of the first one. All ranks call it.
+    torch moves each unit to `device` as it shards the unit, so a device never has the whole model.
+    Replicas get the numbers of the first replica. All ranks call it. `units`, `offload` and `init`
+    are as in `Run.fully_shard`.
 
     Parameters
     ----------
-    units
-        parts of the model, of which one at a time is gathered: its blocks
     dp_mesh
         the ranks that share each parameter: the mesh's dimension ``dp``; or two dimensions, over
-        which it is replicated and shared
-    device
-        of this rank
+        which each parameter is replicated and sharded
     dtype
-        to compute in; None: the parameters' own
-    offload
-        keeps weights, gradients and the optimizer's state in the CPU's memory
-    init
-        as in `materialize`, for parts on ``meta``
+        to compute in, with gradients averaged in fp32; None: that of the parameters for both
     options
         of torch's ``fully_shard``; ``mp_policy`` replaces that of `dtype`
 
     Raises
     ------
     UsageError
-        nothing gives numbers to a tensor that is on ``meta``; or a parameter has several names, in
-        different units
+        as `materialize`; or a parameter has several names, in different units
     """
     units = list(units)
     _check_units(model, units)
@@ -241,15 +244,15 @@ def shard_fully(
     for module in (*units, model):
         materialize(module, device, init)
         fully_shard(module, mesh=dp_mesh, **options)
-    # GPUs of other kinds draw other numbers, and a script may load weights on one rank alone.
+    # Different kinds of GPUs draw different numbers, and a script may load weights on one rank.
     make_copies_equal(model, device)
 
 
 class Pipeline:
-    """A model in stages, each on a rank of its own (see `Run.pipeline`).
+    """A model in stages, each on a rank of its own (see `Run.pipeline`). `stage` is this rank's.
 
-    All ranks call `step`, or the pipeline itself, with the same batch, and get the same answer:
-    both are collectives.
+    All ranks of a pipeline call `step`, or the pipeline itself, with the same batch, and get the
+    same result: both are collectives. They raise RuntimeError if a peer is gone.
     """
 
     def __init__(
@@ -261,7 +264,7 @@ class Pipeline:
         n_microbatches: int,
     ) -> None:
         """Prepare this rank's `stage`; arguments as in `Run.pipeline`. All ranks make it at the
-        same time, since it asks for `run.mesh`."""
+        same time, since it may make the groups of `run.mesh`."""
         self.stage = stage
         self._schedule, self._count = schedule, n_microbatches
         self._device, self._autocast = run.device, run.autocast
@@ -269,27 +272,24 @@ class Pipeline:
         self._group = mesh.get_group()
         self._index, self._last = mesh.get_local_rank(), mesh.size() - 1
         self._losses: list[torch.Tensor] = []  # of the micro-batches, on the last stage
-        self._shapes: dict[Any, list[Any]] = {}  # by the shape of inputs: see `_boundaries`
-        self._schedules: dict[Any, Any] = {}  # torch's, by the shape of a batch
+        self._shapes: dict[Any, list[Any]] = {}  # by the shape of inputs: see `_find_boundaries`
+        # torch's, by the shape of a batch, the last used one last. Each has memory for what a stage
+        # receives.
+        self._schedules: dict[Any, Any] = {}
 
-        def weighted(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-            """Return a micro-batch's loss, with its weight, divided by the number of micro-batches;
-            keep the plain loss for `step`."""
+        def weigh_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+            """Return a micro-batch's loss times the batch's weight (`Run.backward`), divided by the
+            number of micro-batches; keep the plain loss for `step`."""
             loss = loss_fn(output, target)
             self._losses.append(loss.detach())
-            return run._weighted(loss) / self._count
+            return run._weigh(loss) / self._count
 
-        self._loss_fn = weighted
+        self._loss_fn = weigh_loss
 
     def step(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Run forward and backward of a batch, as `Run.backward` would; return the batch's mean
-        loss, a scalar in fp32, the same on all ranks of the pipeline.
-
-        Raises
-        ------
-        UsageError
-            the batch can't be cut into equal micro-batches
-        """
+        loss, a scalar in fp32, the same on all ranks of the pipeline. Raise UsageError for a batch
+        that can't be cut into equal micro-batches."""
         if len(inputs) % self._count:
             raise UsageError(
                 f"a batch of {len(inputs)} samples for {self._count} micro-batches of the pipeline;"
@@ -297,63 +297,63 @@ class Pipeline:
                 hint="give run.loader such a batch size, and drop_last=True",
             )
         key = tuple(inputs.shape)
-        # The last one used is the last entry. Each has memory for what a stage receives.
         schedule = self._schedules.pop(key, None)
         if schedule is None:
             while len(self._schedules) >= MOST_SCHEDULES:
-                del self._schedules[next(iter(self._schedules))]
+                del self._schedules[next(iter(self._schedules))]  # not used for the longest time
             schedule = self._make_schedule(inputs[: len(inputs) // self._count])
         self._schedules[key] = schedule
         self._losses.clear()
         first, last = self._index == 0, self._index == self._last
         with self._autocast():
             schedule.step(*([inputs] if first else []), **({"target": targets} if last else {}))
-        # In fp32, as the other stages expect it, also where the loss is computed in bf16.
+        # In fp32, as the other stages receive it, also where the loss is computed in bf16.
         mean = torch.stack(self._losses).mean(dtype=torch.float32) if last else None
         loss = torch.zeros((), dtype=torch.float32, device=self._device) if mean is None else mean
         dist.broadcast(loss, group=self._group, group_src=self._last)
         return loss
 
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Return the whole model's output, in eval mode and without gradients, on all ranks."""
-        between = self._boundaries(inputs)
+        """Return the whole model's output for `inputs`, in eval mode and without gradients."""
+        boundaries = self._find_boundaries(inputs)
         if self._index:
-            inputs = torch.empty_like(between[self._index], device=self._device)
+            inputs = torch.empty_like(boundaries[self._index], device=self._device)
             dist.recv(inputs, group=self._group, group_src=self._index - 1)
         output = self._forward(inputs)
         if self._index < self._last:
             dist.send(output, group=self._group, group_dst=self._index + 1)
-            output = torch.empty_like(between[-1], device=self._device)
+            output = torch.empty_like(boundaries[-1], device=self._device)
         dist.broadcast(output, group=self._group, group_src=self._last)
         return output
 
     def _make_schedule(self, inputs: torch.Tensor) -> Any:
         """Return torch's schedule for micro-batches like `inputs`, which is one of them; a
         collective."""
-        between = self._boundaries(inputs)
+        boundaries = self._find_boundaries(inputs)
         stage = _Stage(
             self.stage,
             self._index,
             self._last + 1,
             self._device,
-            input_args=between[self._index].requires_grad_(self._index > 0),
-            output_args=between[self._index + 1].requires_grad_(),
+            input_args=boundaries[self._index].requires_grad_(self._index > 0),
+            output_args=boundaries[self._index + 1].requires_grad_(),
             group=self._group,
         )
-        # `_boundaries` has connected the stages; torch 2.9 would, and send an int64 into a float32.
+        # `list` in place of a method returns []. torch 2.9 would connect the stages, and send an
+        # int64 into a float32; `_find_boundaries` has connected them.
         vars(stage)["_get_init_p2p_neighbors_ops"] = list
-        # torch would divide the whole gradients, also those of earlier batches of the same step.
+        # scale_grads would divide the whole gradients, those of earlier batches of a step, too.
         kind = get_schedule_class(self._schedule)
         schedule = kind(stage, self._count, loss_fn=self._loss_fn, scale_grads=False)
-        vars(schedule)["_merge_outputs"] = list  # of outputs that `_Stage` does not keep
+        vars(schedule)["_merge_outputs"] = list  # of no outputs, which `_Stage` does not keep
         return schedule
 
-    def _boundaries(self, inputs: torch.Tensor) -> list[torch.Tensor]:
-        """Return the first stage's input and each stage's output, on ``meta``, for inputs of the
-        shape of `inputs`; it is a collective for a new shape.
+    def _find_boundaries(self, inputs: torch.Tensor) -> list[torch.Tensor]:
+        """Return the first stage's input, then each stage's output, on ``meta``, for inputs of the
+        shape of `inputs`. For a new shape it is a collective, and runs a forward of each stage.
 
-        torch would find them out by training steps on made-up numbers, which draw random ones: then
-        a resumed run would not be the undisturbed one.
+        torch would run training steps on made-up numbers, which draw random numbers: a resumed run
+        would differ from an undisturbed one.
         """
         key = tuple(inputs.shape)
         if key not in self._shapes:
@@ -372,18 +372,19 @@ class Pipeline:
         ]
 
     def _forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Return the output of this rank's stage, contiguous: in eval mode, without gradients, and
-        in the run's precision."""
+        """Return the output of this rank's stage for the stage's `inputs`, contiguous: in eval
+        mode, without gradients, and in the run's precision."""
         plain = unwrap(self.stage)
         with in_eval_mode(plain), self._autocast():
             output: torch.Tensor = plain(inputs).contiguous()
-        torch.clear_autocast_cache()  # torch 2.9 would train its casts, which have no gradients
+        # torch 2.9 would use the cached casts, which have no gradients, in the training.
+        torch.clear_autocast_cache()
         return output
 
 
 def check_schedule(name: str, n_microbatches: int, stages: int, device: torch.device) -> None:
     """Raise UsageError for a schedule `name` that is not in `SCHEDULES` (in any case of letters),
-    fewer micro-batches than stages, or Gloo as the backend of accelerators in several stages."""
+    for fewer micro-batches than stages, and for Gloo with accelerators and several stages."""
     if devices.is_accelerator(device) and dist.get_backend() == "gloo" and stages > 1:
         raise UsageError(
             f"the backend is 'gloo' on {device.type} with pp={stages}; accepted: the device's own,"

@@ -19,14 +19,14 @@ from torch.optim.swa_utils import AveragedModel
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.training.checkpoint.optimizer_state import params_of
 from hpc_ddp.training.checkpoint.state import labels_of, untracked_parameters, unwrap
-from hpc_ddp.training.models.dtensor import step_apart
+from hpc_ddp.training.models.dtensor import split_mixed_groups
 from hpc_ddp.training.models.mesh import ParallelDims
 from hpc_ddp.training.models.trained import parameters_of
 
-LEVELS = 10  # of attributes, lists and dicts, at which a tracked object may have its parts
-MOST_PARTS = 10_000  # of a level: a replay buffer may be a list
-OF_WEIGHTS = ("state", "param_groups")  # of an optimizer, an entry for each weight
-# Classes by which parameters are this rank's shards, and no DTensors, which say so.
+LEVELS = 10  # the depth of attributes, lists and dicts to which a tracked object is searched
+MOST_PARTS = 10_000  # the most objects of a level: a replay buffer may be a list
+OF_WEIGHTS = ("state", "param_groups")  # attributes of an optimizer with an entry for each weight
+# Names of classes that have this rank's shards as plain parameters, and not as DTensors.
 LOCAL_SHARDS = {"FullyShardedDataParallel", "DeepSpeedEngine"}
 M = TypeVar("M", bound=torch.nn.Module)
 
@@ -42,11 +42,12 @@ class LivingModels(Generic[M]):
         return sum(1 for _ in self)
 
     def __iter__(self) -> Iterator[M]:
+        # A list keeps the models alive for the time of the iteration.
         models = [reference() for reference in self._references]
         return iter([model for model in models if model is not None])
 
     def add(self, model: M) -> None:
-        """Add a model; a second call does nothing."""
+        """Add a model; a second call for it does nothing."""
         if not any(added is model for added in self):
             self._references = [*map(weakref.ref, self), weakref.ref(model)]
 
@@ -58,9 +59,10 @@ class LivingModels(Generic[M]):
 def check_models(
     objects: Mapping[str, Any], wrapped: Iterable[torch.nn.Module], is_stage: bool = False
 ) -> None:
-    """Refuse tracked `objects` if a checkpoint would lack what an optimizer among them trains, or
-    an optimizer inside it. `wrapped` are the models that went through `Run.wrap` and others; with
-    `is_stage` the objects belong to one stage of a pipeline.
+    """Refuse tracked `objects`, by name, if a checkpoint would lack what an optimizer among them
+    trains, or an optimizer inside it. `wrapped` are the models that went through `Run.wrap` and its
+    like; with `is_stage` the objects belong to one stage of a pipeline. A model that leaves a
+    trained parameter out of its state loads its own state.
 
     Raises
     ------
@@ -86,16 +88,23 @@ def check_models(
                 " no checkpoint would have",
                 hint="run.track(model=model, optimizer=optimizer)",
             )
-        if key := inner_optimizer(optimizer, tracked):
+        if key := find_inner_optimizer(optimizer, tracked):
             raise UsageError(
                 f"an optimizer has another one, {key}, and no checkpoint would have its state",
                 hint=f"run.track(…, base=optimizer.{key})",
             )
+    _check_untracked(objects, stored, is_stage)
+
+
+def _check_untracked(objects: Mapping[str, Any], labels: Mapping[int, str], is_stage: bool) -> None:
+    """Raise UsageError if an optimizer among `objects` trains a parameter of a module that is not
+    tracked; with `is_stage` also for any other tensor of no tracked object. `labels` has the names
+    of the tracked modules' parameters by their ids. Raise HpcDdpError as `check_models`."""
     within = _parameters_of(_objects_within(objects.values()))
-    for name, untracked in untracked_parameters(objects, stored).items():
-        params = params_of(unwrap(objects[name]), stored) if untracked else {}
+    for name, untracked in untracked_parameters(objects, labels).items():
+        params = params_of(unwrap(objects[name]), labels) if untracked else {}
         weights = [params[label] for label in untracked if id(params[label]) not in within]
-        if module := _module_of(weights):
+        if module := _find_module_with(weights):
             kind = type(module).__name__
             raise UsageError(
                 f"{name} trains a {kind} that run.track was not given: no checkpoint would have its"
@@ -137,23 +146,23 @@ def _check_shards(objects: Mapping[str, Any]) -> None:
 
 
 def _check_names(objects: Mapping[str, Any], of_optimizers: Container[int]) -> None:
-    """Raise UsageError for a model that saves a trained parameter by another name, and does not
-    load it from there. One that the model leaves out is saved beside its state, and a class with a
-    ``load_state_dict`` of its own decides by itself."""
+    """Raise UsageError for a model that saves a parameter of an optimizer (`of_optimizers` has the
+    ids) by another name, and does not load the parameter from there. A model whose state lacks such
+    a parameter loads its own state. A class with its own ``load_state_dict`` is passed over."""
     for name, model in objects.items():
         plain = unwrap(model)
         if getattr(type(plain), "load_state_dict", None) is not torch.nn.Module.load_state_dict:
             continue
         entries = plain.state_dict()
-        trained = {
+        left_out = {
             key
             for key, weight in plain.named_parameters()
             if key not in entries and weight.requires_grad and id(weight) in of_optimizers
         }
-        if trained:
+        if left_out:
             missing, unexpected = plain.load_state_dict(entries, strict=False)
-            if unexpected and trained & {*missing}:
-                key = min(trained & {*missing})
+            if unexpected and left_out & {*missing}:
+                key = min(left_out & {*missing})
                 raise UsageError(
                     f"{name} saves {key} by another name, {unexpected[0]}, and does not load it"
                     " from there: a resume would begin it anew; accepted: a model that loads its"
@@ -165,17 +174,9 @@ def _check_names(objects: Mapping[str, Any], of_optimizers: Container[int]) -> N
 def check_copies(
     objects: Iterable[Any], wrapped: Iterable[torch.nn.Module], dims: ParallelDims
 ) -> None:
-    """Refuse optimizers among `objects` that train copies of a model whose gradients nothing
-    averages.
-
-    They are refused only where some ranks share a copy and others have another one: with one copy,
-    or one on each rank, nothing is.
-
-    Raises
-    ------
-    UsageError
-        an optimizer has a parameter of a model that is not in fully_shard or wrap
-    """
+    """Raise UsageError if an optimizer among `objects` has a parameter of none of the `wrapped`
+    models, those in fully_shard or wrap: nothing averages its gradient over the copies of the
+    model. With one copy, or with a copy on each rank, nothing is refused."""
     if dims.dp in (1, dims.world_size):
         return
     averaged = {id(parameter) for model in wrapped for parameter in model.parameters()}
@@ -190,8 +191,8 @@ def check_copies(
 
 
 def check_place(model: torch.nn.Module, device: torch.device, is_tracked: bool) -> None:
-    """Raise UsageError for a model that is to come to `device` behind `track`: at a resume its
-    optimizer's state would be where the weights were before."""
+    """Raise UsageError for a model that is still to move to `device`, if a call of `track` has been
+    (`is_tracked`): at a resume its optimizer's state would be where the weights were before."""
     if is_tracked and any(weight.device.type != device.type for weight in model.parameters()):
         raise UsageError(
             f"run.wrap was called after run.track, and moves the model to {device.type}; accepted:"
@@ -200,10 +201,10 @@ def check_place(model: torch.nn.Module, device: torch.device, is_tracked: bool) 
         )
 
 
-def inner_optimizer(outer: Optimizer, tracked: Collection[Any]) -> str:
-    """Return the name of the attribute by which an optimizer has another one, as SAM has it, if the
-    other one is not `tracked` and has a state of its own. Return '' if there is none, and if the
-    outer one's class has a ``state_dict`` of its own, which may have that state."""
+def find_inner_optimizer(outer: Optimizer, tracked: Collection[Any]) -> str:
+    """Return the name of the attribute by which the optimizer `outer` has another optimizer, as
+    SAM, with a state of its own, if that is not among the objects `tracked`. Return '' if there is
+    none, and if outer's class has its own ``state_dict``, which may have the inner state."""
     if type(outer).state_dict is Optimizer.state_dict:
         for key, inner in vars(outer).items():
             is_apart = isinstance(inner, Optimizer) and inner.state is not outer.state
@@ -213,8 +214,8 @@ def inner_optimizer(outer: Optimizer, tracked: Collection[Any]) -> str:
 
 
 def add_hook_tables(optimizer: Optimizer) -> None:
-    """Give an optimizer that has left out ``Optimizer.__init__``, as Lookahead of torch_optimizer,
-    the tables that hooks are registered in, empty. Its steps call no hooks."""
+    """Give an optimizer whose class leaves out ``Optimizer.__init__``, as torch_optimizer's
+    Lookahead, the tables in which hooks are registered, empty. Its steps call no hooks."""
     for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
         vars(optimizer).setdefault(name, OrderedDict())
 
@@ -222,14 +223,13 @@ def add_hook_tables(optimizer: Optimizer) -> None:
 def warn_of_untracked(
     objects: Iterable[Any], warn: Callable[[str], None], remedy: str = "name it in run.track(…)"
 ) -> None:
-    """Call `warn` with a text, which ends in `remedy`, for each object that is neither among the
-    tracked `objects` nor within one, so that a resume begins it anew: schedulers of a tracked
-    optimizer, optimizers with a state for a tracked model, averages of models, and enabled scalers
-    of gradients. Called after a step; it looks at all objects of the process, as `find_living`
-    does."""
+    """Call `warn` with a text, which ends in `remedy`, for each object of the process that is
+    neither among the tracked `objects` nor within one, so that a resume begins it anew: schedulers
+    of a tracked optimizer, optimizers with a state for a tracked model, averages of models, and
+    enabled scalers of gradients that were used. Called after a step; as slow as `find_living`."""
     within = list(_objects_within(objects))
     if any(_find_untracked(within)):
-        gc.collect()  # one that the script has replaced may wait for it
+        gc.collect()  # an object that the script has replaced may still be in memory
         for noun in _find_untracked(within):
             warn(f"WARNING: {noun}, is in no checkpoint, and a resume begins it anew; {remedy}")
 
@@ -246,17 +246,16 @@ def warn_of_stateless(objects: Mapping[str, Any], warn: Callable[[str], None]) -
             )
 
 
-# Steps of an attempt in which `GradientWatch` looks.
-_EARLY = 64
+_EARLY = 64  # the first steps of an attempt, in which `GradientWatch` looks at the gradients
 
 
 class GradientWatch:
-    """Warns, once, of gradients that a script accumulates by hand over ``run.step``: one of the
-    first `_EARLY` steps has gradients and no optimizer's update, after a step that had one. Warns,
-    once, of gradients that a script drops within a step, between two of its micro-batches.
-    Optimizers among the tracked `objects` that are ``capturable`` are left out: their updates may
-    be replays of a CUDA graph, which are not seen. `check` is called before each update, which it
-    may refuse by an error. All of them are hooked for updates of mixed groups (`step_apart`)."""
+    """Warns, once in all, in the first `_EARLY` steps, of gradients that a script accumulates by
+    hand over ``run.step`` (a step ends with gradients and without an update, after a step that had
+    one), or drops within a step, between two of its micro-batches. Optimizers among the tracked
+    `objects` that are ``capturable`` are left out: their updates may be replays of a CUDA graph,
+    which are not seen. All optimizers get hooks: `check` is called before each update, and may
+    refuse it by an error; mixed groups are split (`split_mixed_groups`)."""
 
     def __init__(
         self,
@@ -270,22 +269,23 @@ class GradientWatch:
         ]
         self._warn, self._steps_left = warn, _EARLY if self._optimizers else 0
         self._check = check
-        self.has_updated = False  # an optimizer, in this step
-        self._had_update = False  # in a step before
-        # Of a micro-batch that had its backward, if its step has more of them; None for another.
+        self.has_updated = False  # whether an optimizer has, in this step
+        self._had_update = False  # whether a step before had an update
+        # The epoch of the last micro-batch with a backward, if its step has more micro-batches.
         self._epoch_amid_step: int | None = None
         for optimizer in optimizers:
             add_hook_tables(optimizer)
-            step_apart(optimizer)
+            split_mixed_groups(optimizer)
             optimizer.register_step_pre_hook(self._note_update)
 
     def _note_update(self, *_: Any) -> None:
+        """The hook before an update; errors of `check` come through."""
         self._check()
         self.has_updated = True
 
     def begin_backward(self, ends_step: bool, epoch: int) -> None:
-        """Called before the backward of each micro-batch, with whether it is the last one of its
-        step: warn if those before it, of the same epoch, have left no gradients."""
+        """Called before the backward of each micro-batch, which may be the last one of its step
+        (`ends_step`). Warn if earlier ones of the step, in the same epoch, left no gradients."""
         if self._epoch_amid_step == epoch and self._steps_left:
             weights = [weight for one in self._optimizers for weight in parameters_of(one)]
             if all(weight.grad is None for weight in weights):
@@ -298,13 +298,13 @@ class GradientWatch:
         self._epoch_amid_step = None if ends_step else epoch
 
     def weights_step(self, step: int) -> int | None:
-        """Return the step whose weights the models have, after `step` steps that have ended; None
-        where updates are not seen."""
+        """Return the step whose weights the models have, where `step` steps have ended: the next
+        one if it had its update. Return None where updates are not seen."""
         return step + self.has_updated if self._optimizers else None
 
     def end_step(self) -> None:
-        """Note whether the step had an update, and call `warn` if gradients are kept over it.
-        Called by the script's own thread behind each step."""
+        """Called behind each step. Note whether the step had an update, and warn if gradients are
+        kept over it."""
         has_updated, self.has_updated, self._epoch_amid_step = self.has_updated, False, None
         if not self._steps_left:
             return
@@ -324,8 +324,8 @@ class GradientWatch:
 
 
 def _find_untracked(within: Collection[Any]) -> list[str]:
-    """Return the kinds and class names of the objects that `warn_of_untracked` warns of; `within`
-    are the tracked objects and what they have."""
+    """Return, sorted, the kind and class name, as ``a scheduler, StepLR``, of each object that
+    `warn_of_untracked` warns of; `within` are the tracked objects and what they hold."""
     numbers = set(map(id, within))
     modules = [thing for thing in within if isinstance(thing, torch.nn.Module)]
     numbers |= {id(part) for module in modules for part in module.modules()}
@@ -336,12 +336,12 @@ def _find_untracked(within: Collection[Any]) -> list[str]:
         if isinstance(thing, AveragedModel):
             noun, is_missing = "an average", True
         elif isinstance(thing, GradScaler):
-            is_used = getattr(thing, "_scale", thing) is not None  # made by the first loss
+            is_used = getattr(thing, "_scale", thing) is not None  # the first loss makes it
             noun, is_missing = "a scaler", is_used and thing.is_enabled()
         elif isinstance(thing, LRScheduler):
             noun, is_missing = "a scheduler", id(getattr(thing, "optimizer", None)) in numbers
         else:
-            state = getattr(thing, "state", None)  # a class may do without
+            state = getattr(thing, "state", None)  # a class may have none
             is_ours = bool(state) and any(id(weight) in weights for weight in parameters_of(thing))
             noun, is_missing = "an optimizer", is_ours and id(state) not in states
         if is_missing and id(thing) not in numbers:
@@ -350,18 +350,18 @@ def _find_untracked(within: Collection[Any]) -> list[str]:
 
 
 def find_living(*kinds: type) -> list[Any]:
-    """Return the objects of this process whose class is one of `kinds` or derived from one. Their
-    type decides, since a proxy that is asked for its class may warn. It takes 0.1 s for a million
-    objects."""
+    """Return the objects of this process whose class is one of `kinds` or derived from one. It
+    takes 0.1 s for a million objects."""
     classes: list[type] = list(kinds)
-    for kind in classes:  # it grows
+    for kind in classes:  # the list grows meanwhile
         classes += type.__subclasses__(kind)
     numbers = set(map(id, classes))  # not all classes can be hashed
+    # `type`, and not isinstance, since a proxy that is asked for its class may warn.
     return [thing for thing in gc.get_objects() if id(type(thing)) in numbers]
 
 
-def _module_of(parameters: Collection[torch.Tensor]) -> torch.nn.Module | None:
-    """Return a module of this process that has one of some parameters itself, not by a submodule;
+def _find_module_with(parameters: Collection[torch.Tensor]) -> torch.nn.Module | None:
+    """Return a module of this process that has one of `parameters` itself, not by a submodule;
     None if there is none."""
     numbers = set(map(id, parameters))
     modules: list[torch.nn.Module] = find_living(torch.nn.Module) if numbers else []
@@ -378,9 +378,9 @@ def _parameters_of(things: Iterable[Any]) -> set[int]:
 
 
 def _objects_within(objects: Iterable[Any]) -> Iterator[Any]:
-    """Yield objects, without wrappers, and what they hold: attributes, entries of dicts and lists,
-    and so on, `LEVELS` deep and up to `MOST_PARTS` at a level. Modules are yielded without their
-    parts; tensors are not."""
+    """Yield objects, without wrappers, and the objects that they hold by attributes, dicts and
+    lists, each once, `LEVELS` deep and up to `MOST_PARTS` at a level. Modules are yielded without
+    their parts, tensors and texts not at all."""
     level, visited = list(map(unwrap, objects)), set[int]()
     for _ in range(LEVELS):
         parts: list[Any] = []

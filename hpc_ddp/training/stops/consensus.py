@@ -1,4 +1,4 @@
-"""When to save and when to stop: what each rank knows becomes one decision of all ranks."""
+"""Saves and stops: the knowledge of each rank becomes one decision of all ranks."""
 
 from __future__ import annotations
 
@@ -16,73 +16,74 @@ from hpc_ddp.training.process.control import Control
 from hpc_ddp.training.stops.signals import DEADLINE, NONE, Notices
 from hpc_ddp.training.telemetry.step_timing import StepTimer
 
-PERIOD_US = 200_000  # an exchange costs up to 0.5 ms: well under 1 % at one per 0.2 s
-LEAST_STEP_US = 500  # so that never more than 400 steps pass, should they turn slow
+PERIOD_US = 200_000  # between exchanges: one costs up to 0.5 ms, so all well under 1 %
+LEAST_STEP_US = 500  # shorter steps count as so long: at most 400 pass until the next exchange
 
 MARGIN_S = 5.0  # to tear down, and for clocks that differ between hosts
-PAUSE_SHARE = 0.05  # of the attempt's time: the most that is kept free for one more pause,
-SAVE_SHARE = 0.25  # and for a save: one that met a disk in trouble says little of the next
-MOST_STEPS = 2 * (PERIOD_US // LEAST_STEP_US) + 1  # until a stop that is decided now
+# The most of the attempt's time that is kept free: for one more pause, and for a save, since a save
+# on a disk in trouble says little of the next one.
+PAUSE_SHARE, SAVE_SHARE = 0.05, 0.25
+MOST_STEPS = 2 * (PERIOD_US // LEAST_STEP_US) + 1  # the most steps until a stop decided now
 
 
 @dataclass(frozen=True)
 class Decision:
-    """The result of one exchange, the same on all ranks. `reason` is `NONE` unless they must stop.
+    """The result of one exchange, the same on all ranks. `reason` is `NONE`, or why they must stop:
+    a key of `signals.REASONS`.
 
-    `save`: all save the state. `gather`: the ranks send what they have measured of themselves to
-    rank 0.
+    `save`: all ranks save the state. `gather`: the ranks send their step times to rank 0.
     """
 
     reason: int = NONE
     save: bool = False
     gather: bool = False
 
-    def joined(self, later: Decision) -> Decision:
-        """Return the more urgent reason of both, and a save if one asks for it; never `gather`,
-        which is carried out where it is read."""
+    def combine_with(self, later: Decision) -> Decision:
+        """Return one decision for this one and a `later` one: the more urgent reason, a save if
+        either has one, and no `gather`, which `StopConsensus` itself carries out."""
         return Decision(max(self.reason, later.reason), self.save or later.save)
 
 
 def next_period(current: int, step_us: int) -> int:
-    """Return the number of steps until the next exchange: about 0.2 s of `step_us` microseconds
-    each.
+    """Return the number of steps until the next exchange: about 0.2 s of steps of `step_us`
+    microseconds, at least 1.
 
-    It at most doubles `current`, so that some quick steps in a row do not make the ranks deaf for
-    long should the following ones be slow.
+    It is at most twice the `current` number: after some quick steps in a row, slow ones must not
+    make the exchange late.
     """
     return max(1, min(2 * current, PERIOD_US // max(step_us, LEAST_STEP_US)))
 
 
 class StepTimes:
-    """How long the next steps may take, by the last ones.
+    """The durations of the last steps, as an estimate of the next ones.
 
     A pause (an evaluation, a compilation, a disk that stalls) is as long as a thousand steps, and
-    comes once in a thousand of them. It is expected once in what is left, not at each step.
+    comes once in a thousand steps. One pause is expected before a stop, not one in each step.
     """
 
     def __init__(self) -> None:
-        self._recent: deque[float] = deque(maxlen=MOST_STEPS)
-        self._is_first = True
+        self._recent: deque[float] = deque(maxlen=MOST_STEPS)  # seconds of the last steps
+        self._is_first = True  # no step was added
         self.longest_pause_s = 0.0
 
     def add(self, seconds: float) -> None:
-        """Count a step of so many seconds, which may be the longest pause as well. The first one is
-        that only: it compiles, allocates and opens."""
+        """Count the seconds of a step, also as those of a pause, which may be the longest one. The
+        first step counts only as a pause: it compiles, allocates and opens."""
         if not self._is_first:
             self._recent.append(seconds)
         self._is_first = False
         self.add_pause(seconds)
 
     def add_pause(self, seconds: float) -> None:
-        """Count a pause, in seconds."""
+        """Count the seconds of a pause."""
         self.longest_pause_s = max(self.longest_pause_s, seconds)
 
     def expect(self, steps: int, longest_pause_s: float) -> float:
-        """Return the seconds that `steps` steps may take, one of them with a pause.
+        """Return the seconds that `steps` steps may take, one of which is a pause.
 
-        The others are as long as the last `steps` steps on average, without the slowest. The pause
-        is as long as the longest so far, but at most `longest_pause_s`, and at least a step.
-        Without earlier steps only the pause counts.
+        The other steps take the average of the last `steps` steps, without the slowest of these.
+        The pause takes as long as the longest so far, but at most `longest_pause_s`, and at least a
+        step. Without earlier steps only the pause counts.
         """
         recent = list(islice(reversed(self._recent), steps))
         slowest_s = max(recent, default=0.0)
@@ -92,19 +93,20 @@ class StepTimes:
 
 
 class StopConsensus:
-    """Turns what each rank knows into decisions that all ranks share.
+    """Makes decisions of all ranks from the notices, the save schedule and the times of each rank.
 
-    A few integers travel by a MAX all-reduce while steps compute. A value sent at one exchange is
-    read at the next, so that no step waits for it; both happen at the same steps on all ranks,
-    since the period comes from reduced values only.
+    A few integers travel by a MAX all-reduce while steps compute. The values of one exchange are
+    read at the next one, so that no step waits for them. Exchanges happen at the same steps on all
+    ranks, since their period is computed from reduced values only.
 
-    `notices` has this rank's reason to stop, and the end time, in unix seconds, on the ranks that
-    are to watch it: None means no limit, or not this rank. `timer` gathers figures where a decision
-    asks for it; None: nothing is gathered.
+    `control` carries messages between the ranks. `notices` has this rank's reason to stop, and the
+    end time, in unix seconds: None on a rank that does not watch the time, or without a limit.
+    `timer` gathers step times where a decision asks for it; without a timer nothing is gathered.
+    `exchanges` counts the exchanges.
 
-    At an exchange the host waits until `device` has done what it had been given up to the one
-    before. A step of few launches, as with CUDA graphs, would else be queued hundreds of steps
-    ahead: their times would not be the device's, and a stop would come as much later.
+    At an exchange the host waits until `device` has done the work that was queued at the exchange
+    before. Else steps of few launches, as with CUDA graphs, would be queued hundreds of steps
+    ahead: their times would not be the device's, and a stop would come as many steps late.
     """
 
     def __init__(
@@ -116,24 +118,24 @@ class StopConsensus:
         device: torch.device = devices.CPU,
     ) -> None:
         self._control, self._timer, self._device = control, timer, device
-        self._queued: torch.Event | None = None  # all that the device had been given by an exchange
+        self._queued: torch.Event | None = None  # behind the work queued at the last exchange
         self._notices, self._schedule = notices, schedule
         self._stepped_at = time.monotonic()  # when the step under way began
-        self._started_at = time.time()  # of the attempt, in unix seconds
-        self.exchanges = 0  # so far, the same number on all ranks
+        self._started_at = time.time()  # when the attempt began, in unix seconds
+        self.exchanges = 0  # the same number on all ranks
         self._period = 1  # steps from one exchange to the next
-        self._since_exchange: list[float] = []  # the durations of steps, in seconds
-        self._pending: tuple[torch.Tensor, Any] | None = None  # values and work under way
+        self._since_exchange: list[float] = []  # seconds of each step since the last exchange
+        self._pending: tuple[torch.Tensor, Any] | None = None  # values and work of an all-reduce
         self._times = StepTimes()
 
-    def step_done(self, step: int, wait_for_all: bool = False) -> Decision:
-        """Count a step, `step` of the run, and return the decision of all ranks after it; all ranks
-        call it.
+    def note_step(self, step: int, wait_for_all: bool = False) -> Decision:
+        """Note that `step` steps of the run are done, and return the decision of all ranks. All
+        ranks call it after each step; raise RuntimeError if a peer is gone.
 
-        With `wait_for_all` the decision is that of `decide_now`: before the last step of an epoch,
-        where a stop would have to wait for what the script does at the epoch's end. Else it is that
-        of the last exchange, if one is due, and the schedule's for this step. Raise RuntimeError if
-        a peer is gone.
+        With `wait_for_all` the decision is that of `decide_now`, as before the last step of an
+        epoch, where a stop would wait for the script's code at the epoch's end. Else it is that of
+        the last exchange, if a new exchange is due, or an empty one. A save that the schedule has
+        at this step is added.
         """
         now = time.monotonic()
         self._since_exchange.append(now - self._stepped_at)
@@ -149,51 +151,52 @@ class StopConsensus:
         return decision
 
     def decide_now(self) -> Decision:
-        """Return the decision of all ranks by all that any of them knows, after an exchange that
-        takes some 0.2 ms. All ranks call it; raise RuntimeError if a peer is gone."""
+        """Make an exchange, wait for it (some 0.2 ms), and return the decision of all ranks by all
+        values up to now. All ranks call it; raise RuntimeError if a peer is gone."""
         first = self._exchange()
-        return first.joined(self._take_decision())
+        return first.combine_with(self._take_decision())
 
     def restart_step(self) -> None:
-        """Start the clock of a step, after something that is no part of it, such as a save."""
+        """Start the clock of a step; the time before, such as that of a save, does not count."""
         self._stepped_at = time.monotonic()
 
     def end_pause(self) -> None:
-        """Start the clock of a step; what came before was a pause, of which another may come."""
+        """Start the clock of a step; the time since it was last started was a pause, and as long a
+        pause may come again."""
         self._times.add_pause(time.monotonic() - self._stepped_at)
         self.restart_step()
 
     def _exchange(self) -> Decision:
-        """Return the decision of the last exchange, as `_take_decision` does, and begin the next
-        with this rank's values; it is a collective."""
+        """Return the decision of the last exchange (`_take_decision`), and begin the next exchange
+        with this rank's values; a collective. Raise RuntimeError if a peer is gone."""
         self._wait_for_device()
         decision = self._take_decision()
         self.exchanges += 1
-        # A save that has just been decided is not due once more.
+        # A save that has just been decided is not requested again.
         save = self._schedule.is_due() and not decision.save
         mean_s = sum(self._since_exchange) / max(len(self._since_exchange), 1)
         gather = self._timer is not None and self._timer.is_due()
-        word = [self._reason(), int(save), int(gather), int(mean_s * 1e6)]
-        values = torch.tensor(word, dtype=torch.int64, device="cpu")
+        message = [self._find_reason(), int(save), int(gather), int(mean_s * 1e6)]
+        values = torch.tensor(message, dtype=torch.int64, device="cpu")
         self._pending = (values, self._control.start_max(values))
         self._since_exchange.clear()
         return decision
 
     def _wait_for_device(self) -> None:
-        """Wait for what the device had been given by the last exchange, about 0.2 s ago; it has at
-        least a step of work left then. A device that the process has not opened, as beside a
-        library's training on the CPU, stays closed."""
+        """Wait until the device has done the work that was queued at the last exchange, about 0.2 s
+        ago; at least a step of work is left then. Mark the work queued by now, for the next call.
+        Do nothing for a CPU, and for a device that the process has not opened."""
         if devices.is_used(self._device):
             if self._queued is not None and not self._queued.query():
                 self._queued.synchronize()
             self._queued = devices.mark(self._device)
 
     def _take_decision(self) -> Decision:
-        """Wait for the last exchange, and return its decision; an empty one where its decision has
-        been returned before, or there was no exchange. Set the period to the next exchange.
+        """Wait for the last exchange, set the period to the next one, and return the decision; an
+        empty one if it was returned before, or there was no exchange.
 
-        The timer reports figures here, and gathers them if the decision asks for it: at the same
-        step on all ranks, so it is a collective. Raise RuntimeError if a peer is gone.
+        The timer reports its step times here, and gathers new ones if the decision asks for it: all
+        ranks call this at the same step. Raise RuntimeError if a peer is gone.
         """
         decision = Decision()
         if self._pending is not None:
@@ -209,12 +212,12 @@ class StopConsensus:
                 self._timer.gather()
         return decision
 
-    def _reason(self) -> int:
-        """Return this rank's reason to stop, `DEADLINE` where a later stop would come too late, or
-        `NONE`."""
+    def _find_reason(self) -> int:
+        """Return this rank's reason to stop: that of its notices, else `DEADLINE` where a save that
+        is decided at a later exchange might not end before the end time, else `NONE`."""
         end_time = self._notices.end_time
         if self._notices.reason == NONE and end_time is not None:
-            # The stop comes at most two exchanges after it is requested.
+            # The stop comes at most two exchanges, and a step, after it is requested.
             steps = 2 * self._period + 1
             attempt_s = end_time - self._started_at
             save_s = min(1.5 * self._schedule.save_s(), SAVE_SHARE * attempt_s)

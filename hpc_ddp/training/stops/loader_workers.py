@@ -1,8 +1,8 @@
 """All forked loader workers of torch and torchdata outlive a notice, whoever made their DataLoader.
 
 A cluster may send its signal to every process of a step. A worker that dies of it takes its rank
-along, before that has saved: torch raises "DataLoader worker … is killed by signal: Terminated".
-Workers that are not forked have threads by then, which no mask reaches any more.
+along, before the rank has saved: torch raises "DataLoader worker … is killed by signal:
+Terminated". Workers by spawn have threads before they get here, in which a SIGTERM is not blocked.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ _MODULES = (
     "torch.utils.data._utils.worker",
     "torchdata.stateful_dataloader.stateful_dataloader",
 )
-_LOOPS: dict[str, Callable[..., None]] = {}  # the modules' own
+_LOOPS: dict[str, Callable[..., None]] = {}  # each module's own `_worker_loop`
 
 
 def outlive_notices(objects: Iterable[Any] = ()) -> None:
     """Have the loader workers that this process starts from now on outlive a notice: replace
-    `_worker_loop` in those of the loaders' modules that are imported by now. Also call
-    `start_compile_workers` for the models among `objects`."""
+    `_worker_loop` in each of the loaders' modules that is imported by now. Also call
+    `start_compile_workers` for the models among `objects`. A second call replaces nothing twice."""
     start_compile_workers(objects)
-    # Not by worker_init_fn: libraries have one of their own where there is none.
+    # Not by worker_init_fn: libraries set their own on a DataLoader that has none.
     for name in _MODULES:
         module = sys.modules.get(name)
         if module is not None and not isinstance(module._worker_loop, _DeafLoop):
@@ -38,15 +38,16 @@ def outlive_notices(objects: Iterable[Any] = ()) -> None:
 
 
 class _DeafLoop(NamedTuple):
-    """The `_worker_loop` of the loaders' module `module`, deaf to notices; it can be pickled, for
-    workers by spawn."""
+    """A function in place of the `_worker_loop` of the loaders' module `module`, which ignores
+    notices. It can be pickled, for workers by spawn."""
 
     module: str
 
     def __call__(self, *args: Any) -> None:
         """Run the module's own loop with `args`; in a process of its own first call
         `ignore_notices`."""
-        if multiprocessing.parent_process() is not None:  # else it is a thread of the rank
+        if multiprocessing.parent_process() is not None:  # else this is a thread of the rank
             ignore_notices()
+        # A worker by spawn has imported the module anew, and `_LOOPS` is empty.
         loop = _LOOPS.get(self.module) or importlib.import_module(self.module)._worker_loop
         loop(*args)

@@ -1,4 +1,4 @@
-"""Where the time goes: a trace of some steps, and the share of the GPUs' peak that is used."""
+"""The use of the time: a trace of some steps, and the share of the GPUs' peak that is reached."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from hpc_ddp.core.file_io import make_folders
 from hpc_ddp.training import devices
 from hpc_ddp.training.options import Options
 
-# Dense peaks in TFLOP/s by the data sheets of NVIDIA and AMD, by precision. Names are whole ones: a
-# part of a GPU (MIG), and a site's own variant, have other peaks. NVIDIA's newer sheets count
-# sparsity, which is twice as much; an MI250X shows as two devices, each half of it. "tf32" is that
-# of fp32 where torch is set to multiply in it. Else GPUs with TF32 have none for fp32: by torch's
-# default convolutions use it, and matrices do not.
+# Dense peaks in TFLOP/s from the data sheets of NVIDIA and AMD, by a pattern of the GPU's whole
+# name, and by precision: a part of a GPU (MIG), or a site's own variant, has another name and peak.
+# NVIDIA's newer sheets count sparsity, which is twice as much; an MI250X shows as two devices, each
+# with half of its peak. "tf32" is the peak of precision fp32 if torch is set to multiply matrices
+# in TF32. Without that, GPUs with TF32 have none for fp32: by torch's default convolutions use
+# TF32, and matrices do not.
 PEAKS = {
     r"V100-SXM[23]-\d+GB": {"fp16": 125.0, "fp32": 15.7},
     r"V100-PCIE-\d+GB": {"fp16": 112.0, "fp32": 14.0},
@@ -33,14 +34,15 @@ PEAKS = {
     r"MI300A": {"fp16": 980.6, "bf16": 980.6},
     r"MI300X|MI325X": {"fp16": 1307.4, "bf16": 1307.4},
 }
-VENDORS = "(NVIDIA |Tesla |AMD Instinct )?"
+VENDORS = "(NVIDIA |Tesla |AMD Instinct )?"  # in front of a name
 
 
 def peak_flops(name: str, precision: str) -> float | None:
-    """Return the dense peak of a GPU in FLOP/s, None where the table has none for its name.
+    """Return the dense peak of a GPU in FLOP/s; None where `PEAKS` has none for its name and
+    precision.
 
     `precision` is one of ``start``'s: fp32, bf16 or fp16. For fp32 the peak of a GPU with TF32 is
-    known where torch is set to use it for matrices.
+    known only if torch is set to use TF32 for matrices.
     """
     for pattern, peaks in PEAKS.items():
         if re.fullmatch(f"{VENDORS}({pattern})", name):
@@ -50,13 +52,14 @@ def peak_flops(name: str, precision: str) -> float | None:
     return None
 
 
-def use_per_sample(
+def peak_share_per_sample(
     options: Options, device: torch.device, device_count: int, tell: Callable[[str], None]
 ) -> float | None:
-    """Return the share of all GPUs' peak that one sample per second takes; None where the peak, or
-    the FLOPs of a sample, are not known.
+    """Return the share of the peak of all GPUs that one sample per second takes: `options` has the
+    FLOPs of a sample, and may have the peak of one GPU. Return None if one of both is not known.
 
-    Where only the peak is missing, `tell` gets a message. `device_count` counts those of all ranks.
+    If only the peak is missing, call `tell` with a message. `device` is one of the GPUs, and
+    `device_count` the number of all ranks' GPUs.
     """
     if options.flops_per_sample is None:
         return None
@@ -72,21 +75,23 @@ def use_per_sample(
 
 
 class Profiler:
-    """Traces the steps of a window (first, last), counted from 1 in this attempt, the first from 2.
+    """Traces the steps of a window (first, last): numbers of steps of this attempt, which count
+    from 1. `first` is at least 2.
 
-    Leaves a Chrome trace at `path`, whose folder it makes, and prints the path where it
-    `announces`.
+    Writes a Chrome trace to `path`, whose folder it makes; replaces a file there. Prints the path
+    if it `announces`.
     """
 
     def __init__(self, window: tuple[int, ...] | None, path: Path, announces: bool) -> None:
-        """Trace the steps of `window`, or none where it is None."""
-        self._first, self._last = window or (0, 0)
+        """Prepare the trace of the steps of `window`; None traces nothing."""
+        self._first, self._last = window or (0, 0)  # 0 is no step's number
         self._path, self._announces = path, announces
         self._steps = 0
         self._profile: torch.profiler.profile | None = None
 
-    def step_done(self) -> None:
-        """Count a step; begin the trace, or end and write it, where it is time to."""
+    def count_step(self) -> None:
+        """Count a step that has ended. Begin the trace behind the step before the window; end and
+        write it behind the window's last step."""
         self._steps += 1
         if self._steps == self._first - 1:
             self._profile = torch.profiler.profile()
@@ -95,17 +100,16 @@ class Profiler:
             self.end()
 
     def end(self) -> None:
-        """Write what has been traced, if anything; also when the run stops inside the window.
-
-        An OSError is printed: a trace ends no training.
-        """
+        """End the trace and write it, if one is under way; also called as the run ends, perhaps
+        within the window. Print an OSError in place of raising it: a trace ends no training."""
         if self._profile is None:
             return
         profile, self._profile = self._profile, None
         profile.stop()
         try:
             make_folders(self._path.parent)
-            # A link there, of a user who may write to the folder, is replaced and not followed.
+            # A random name and a replace: a link at `path`, of another user who may write to the
+            # folder, is replaced and not followed.
             draft = self._path.with_name(f".{secrets.token_hex(8)}-{self._path.name}")
             profile.export_chrome_trace(str(draft))
             draft.replace(self._path)

@@ -16,39 +16,39 @@ from hpc_ddp.training.data.order import Position
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-EVERY_S, TERMINAL_S = 30.0, 5.0  # between two lines, in a log and on a terminal
+EVERY_S, TERMINAL_S = 30.0, 5.0  # seconds between two lines in a log, and on a terminal
 
 
 class ProgressLines:
-    """Prints a line on stderr now and then, and the last state at the end.
-
-    A run that is done before the first line is due prints none.
+    """Prints a line with the newest metrics to stderr every `EVERY_S` seconds, on a terminal every
+    `TERMINAL_S`, and once at the end. A run that ends before the first line is due prints none.
     """
 
     def __init__(self) -> None:
         self._every_s = TERMINAL_S if sys.stderr.isatty() else EVERY_S
         self._first: tuple[float, int] | None = None  # time and step of the first metrics
         self._due_s = time.monotonic() + self._every_s
-        self._is_begun = False  # a line was printed
-        self._text = ""  # of the newest metrics
+        self._is_begun = False  # whether a line was printed
+        self._text = ""  # the line of the newest metrics
 
     def show(self, fields: dict[str, Any]) -> None:
-        """Note the fields of a metrics line, and print a line where one is due."""
+        """Note the fields of a metrics line, and print a line to stderr if one is due."""
         now = time.monotonic()
         self._first = self._first or (now, fields["step"])
-        self._text = _line(fields, now, *self._first)
+        self._text = _format_line(fields, now, *self._first)
         if now >= self._due_s:
             self._due_s, self._is_begun = now + self._every_s, True
             print(self._text, file=sys.stderr, flush=True)
 
     def end(self) -> None:
-        """Print the last state, if a line was printed before."""
+        """Print the line of the newest metrics to stderr, if a line was printed before."""
         if self._is_begun:
             print(self._text, file=sys.stderr, flush=True)
 
 
-def _line(fields: dict[str, Any], now: float, first_s: float, first_step: int) -> str:
-    """Return the line of a step with `fields` of a metrics line, for people.
+def _format_line(fields: dict[str, Any], now: float, first_s: float, first_step: int) -> str:
+    """Return the fields of a metrics line as text, with an estimate of the time left, as ``step
+    20/100  loss 0.31  0:01:20 left``.
 
     `now` and `first_s`, the time of step `first_step`, are in monotonic seconds.
     """
@@ -63,16 +63,16 @@ def _line(fields: dict[str, Any], now: float, first_s: float, first_step: int) -
 
 
 def _scalars(fields: dict[str, Any]) -> dict[str, float]:
-    """Return the numbers among the fields of a metrics line, without the steps."""
+    """Return the numbers among the fields of a metrics line, without the two numbers of steps."""
     steps = {"step", "total_steps"}
     return {k: v for k, v in fields.items() if k not in steps and isinstance(v, (int, float))}
 
 
 class TensorBoardSink:
-    """TensorBoard's writer, made at its first use, after the checkpoint is restored.
+    """Writes metrics for TensorBoard to files in `folder`; the writer is made at its first use.
 
-    `position` is the run's. At the first use, what an earlier attempt wrote for steps behind it is
-    purged: these steps are done again.
+    `position` is the run's. At the first use, points of an earlier attempt for steps behind this
+    position are purged, since these steps are done again: so it must follow the restore.
     """
 
     def __init__(self, folder: Path, position: Position) -> None:
@@ -82,34 +82,36 @@ class TensorBoardSink:
 
     @property
     def writer(self) -> SummaryWriter:
-        """The writer; made, with its folder, at the first use. Raises OSError if the disk
-        refuses."""
+        """TensorBoard's writer. The first read makes it and its folder, or raises OSError if the
+        disk refuses."""
         if self._writer is None:
-            from torch.utils.tensorboard import SummaryWriter  # a second or two
+            from torch.utils.tensorboard import SummaryWriter  # the import takes a second or two
 
-            redone = self._position.step + 1
-            self._writer = SummaryWriter(str(self._folder), purge_step=redone, flush_secs=10)
+            next_step = self._position.step + 1
+            self._writer = SummaryWriter(str(self._folder), purge_step=next_step, flush_secs=10)
         return self._writer
 
     def show(self, fields: dict[str, Any]) -> None:
-        """Write the numbers of a metrics line. A disk that refuses is reported on stderr, once, and
-        nothing more is written."""
+        """Write the numbers of a metrics line. If the disk refuses, print a message once, and write
+        nothing more."""
         if self._has_failed:
             return
-        with self._tolerance():
+        with self._tolerate_disk_errors():
             for name, number in _scalars(fields).items():
                 self.writer.add_scalar(name, number, fields["step"])
 
     def end(self) -> None:
-        """Close the writer, if it was used; a disk that refuses is reported, not raised."""
+        """Close the writer, if it was used and has not failed. If the disk refuses, print a
+        message."""
         if self._writer is None or self._has_failed:
             return
-        with self._tolerance():
+        with self._tolerate_disk_errors():
             self._writer.close()
 
     @contextmanager
-    def _tolerance(self) -> Iterator[None]:
-        """Print an OSError and note it, so that nothing more is tried: curves end no training."""
+    def _tolerate_disk_errors(self) -> Iterator[None]:
+        """A context that prints an OSError and notes it in `_has_failed`, in place of raising it:
+        curves end no training."""
         try:
             yield
         except OSError as error:

@@ -13,7 +13,7 @@ from unit.training.fakes import LeftError
 
 @pytest.fixture(autouse=True)
 def _untouched_generators() -> Iterator[None]:
-    with rng.untouched():
+    with rng.preserve_generators():
         yield
 
 

@@ -35,7 +35,7 @@ def test_the_weights_are_read_an_exchange_after_a_look() -> None:
     calls: list[tuple[int, str]] = []
     run: Any = SimpleNamespace(_next_look=0, _result_due=None)
     for exchanges in (0, 0, 1, 1, 9, 10, 10, 12, 13):
-        precision = SimpleNamespace(look=lambda at=exchanges: calls.append((at, "look")))
+        precision = SimpleNamespace(start_check=lambda at=exchanges: calls.append((at, "look")))
         run._precision = precision
         run._refuse_non_finite = lambda at=exchanges: calls.append((at, "read"))
         Run._watch_weights(run, exchanges)

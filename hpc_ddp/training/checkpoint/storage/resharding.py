@@ -29,7 +29,7 @@ from hpc_ddp.training.checkpoint.storage.layout import (
 )
 from hpc_ddp.training.checkpoint.storage.shards import memory_of
 from hpc_ddp.training.devices import CPU
-from hpc_ddp.training.models.dtensor import copies_of, from_local, is_sharded, local_box
+from hpc_ddp.training.models.dtensor import copies_of, is_sharded, local_box, make_dtensor
 
 MOST_FILES = 256  # open at a time; processes may have 1,024
 CHUNK = 1 << 27  # bytes that the ranks send each other at a time
@@ -192,7 +192,7 @@ class Reader:
             a peer is gone
         """
         if template is not None and is_sharded(template):
-            return from_local(self._read_shard(name, template), template)
+            return make_dtensor(self._read_shard(name, template), template)
         stored = self.describe(name)
         shape = tuple(stored.shape)
         box = (0,) * len(shape), shape

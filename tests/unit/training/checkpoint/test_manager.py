@@ -256,7 +256,7 @@ def begin(manager: CheckpointManager) -> None:
 
 
 def test_random_numbers_continue_after_a_resume(make: Make) -> None:
-    with rng.untouched():
+    with rng.preserve_generators():
         manager = make_manager(make(), Position(step=1))
         manager.track({"count": Holds(0)}, {})
         begin(manager)

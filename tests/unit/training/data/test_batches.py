@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hpc_ddp.training.data import batches
-from hpc_ddp.training.data.batches import to_device
+from hpc_ddp.training.data.batches import move_to_device
 from hpc_ddp.training.devices import CPU
 from unit.training.data.fakes import Sample
 
@@ -28,16 +28,16 @@ class Encoding(UserDict[str, torch.Tensor]):
 
 def test_batches_of_other_libraries_are_moved() -> None:
     meta = torch.device("meta")
-    encoding, sample = to_device(
+    encoding, sample = move_to_device(
         [Encoding({"ids": torch.ones(2)}), Sample(torch.ones(1), [torch.ones(2)], "n")], meta
     )
     assert isinstance(encoding, Encoding)
     assert encoding["ids"].device == meta
     assert sample.image.device == sample.boxes[0].device == meta
     assert (sample.name, sample.area) == ("n", 3)
-    assert to_device(Sample, meta) is Sample
+    assert move_to_device(Sample, meta) is Sample
     features = UserDict[str, Any]({"ids": [torch.ones(2)], "name": "n"})
-    moved = to_device(features, meta)
+    moved = move_to_device(features, meta)
     assert (type(moved), moved["ids"][0].device, moved["name"]) == (UserDict, meta, "n")
     assert features["ids"][0].device == CPU
 
@@ -50,12 +50,12 @@ def test_a_batch_that_can_move_itself_moves_without_a_wait() -> None:
             calls.append(options)
             return super().to(device)
 
-    to_device([Quick({"ids": torch.ones(2)})], torch.device("meta"))
+    move_to_device([Quick({"ids": torch.ones(2)})], torch.device("meta"))
     assert calls == [{"non_blocking": True}]
 
 
 def test_a_named_tuple_stays_one() -> None:
-    moved = to_device({"a": Pair(torch.zeros(1), "n")}, torch.device("meta"))
+    moved = move_to_device({"a": Pair(torch.zeros(1), "n")}, torch.device("meta"))
     assert moved["a"].x.is_meta
     assert moved["a"].name == "n"
 
@@ -66,12 +66,12 @@ def test_a_tensor_of_rows_of_different_lengths_moves_unpinned() -> None:
         warnings.simplefilter("ignore")  # of a prototype
         for layout in (torch.strided, torch.jagged):
             nested = torch.nested.nested_tensor(rows, layout=layout)
-            assert batches._pinned(nested) is nested
+            assert batches._pin(nested) is nested
 
 
 def test_nested_batches_move() -> None:
     batch = {"x": torch.zeros(1), "y": [torch.zeros(1), ("name", 3)]}
-    moved = to_device(batch, torch.device("meta"))
+    moved = move_to_device(batch, torch.device("meta"))
     assert moved["x"].is_meta
     assert moved["y"][0].is_meta
     assert moved["y"][1] == ("name", 3)

@@ -14,17 +14,17 @@ from hpc_ddp.training.data.order import Position
 
 
 def enter(calls: CallOrder, total: Any, is_tracked: bool = True) -> None:
-    calls.in_loop("steps", total, is_tracked, Position()).__enter__()
+    calls.enter_loop("steps", total, is_tracked, Position()).__enter__()
 
 
 def test_a_loop_is_left_at_its_end_and_at_an_error() -> None:
     calls = CallOrder()
-    with calls.in_loop("steps", 5, True, Position()):
+    with calls.enter_loop("steps", 5, True, Position()):
         assert (calls.loop, calls.total) == ("steps", 5)
-        calls.check_batch()
+        calls.note_batch()
         calls.check_step(False)
     assert (calls.loop, calls.total) == (None, 5)
-    with pytest.raises(KeyError), calls.in_loop("epochs", 2, True, Position()):
+    with pytest.raises(KeyError), calls.enter_loop("epochs", 2, True, Position()):
         raise KeyError
     assert calls.loop is None
 
@@ -36,7 +36,7 @@ def test_a_loop_is_left_at_its_end_and_at_an_error() -> None:
         (lambda calls: enter(calls, 5, is_tracked=False), "run.track was not called"),
         (lambda calls: calls.check_loader(True, False), "has a training loader already"),
         (lambda calls: calls.check_loader(False, True), "run.loader was called after run.track"),
-        (lambda calls: calls.check_batch(), "iterated outside run.epochs"),
+        (lambda calls: calls.note_batch(), "iterated outside run.epochs"),
         (lambda calls: calls.check_update(False), "in the midst of accumulating gradients"),
         (lambda calls: calls.check_step(False), "outside of run.epochs and run.steps"),
         (lambda calls: calls.check_body(False), "ended without run.step()"),
@@ -49,7 +49,7 @@ def test_a_wrong_call_outside_of_a_loop(call: Callable[[CallOrder], Any], words:
 
 def test_a_wrong_call_in_a_loop() -> None:
     calls = CallOrder()
-    with calls.in_loop("epochs", 5, True, Position()):
+    with calls.enter_loop("epochs", 5, True, Position()):
         with pytest.raises(UsageError, match=r"run\.steps was called inside run\.epochs"):
             enter(calls, 5)
         assert calls.loop == "epochs"
@@ -62,13 +62,13 @@ def test_a_wrong_call_in_a_loop() -> None:
 
 def test_the_best_checkpoint_has_the_weights_that_were_judged() -> None:
     calls = CallOrder()
-    calls.check_judged(5)
+    calls.close_judgement(5)
     calls.judged_at = 5
-    calls.check_judged(5)
+    calls.close_judgement(5)
     calls.judged_at = 4
     with pytest.raises(UsageError, match=r"run\.best has judged the weights of step 4"):
-        calls.check_judged(5)
-    calls.check_judged(5)
+        calls.close_judgement(5)
+    calls.close_judgement(5)
 
 
 def test_only_an_error_that_came_after_the_loop_began_ends_the_script() -> None:
@@ -79,7 +79,7 @@ def test_only_an_error_that_came_after_the_loop_began_ends_the_script() -> None:
     except FileNotFoundError:
         assert calls.is_failing()  # as in ``finally: run.finish()``
         assert not CallOrder().is_failing()  # started where an error is handled
-        with calls.in_loop("epochs", 1, True, Position()):
+        with calls.enter_loop("epochs", 1, True, Position()):
             pass
         assert not calls.is_failing()  # trained there
         try:
@@ -91,7 +91,7 @@ def test_only_an_error_that_came_after_the_loop_began_ends_the_script() -> None:
 
 
 def loop(calls: CallOrder, position: Position, total: int) -> Iterator[bool]:
-    with calls.in_loop("steps", total, True, position) as (is_over, _):
+    with calls.enter_loop("steps", total, True, position) as (is_over, _):
         yield is_over
 
 
@@ -102,7 +102,7 @@ def test_a_loop_that_was_abandoned_is_over_for_the_next_attempt() -> None:
     for _ in loop(first, position, 9):
         break
     assert position.abandoned == {}
-    first.abandon(position)
+    first.abandon_loops(position)
     assert position.abandoned == {2: ("steps", 9)}
     assert list(loop(second, position, 3)) == [True]
     assert list(loop(second, position, 9)) == [True]
@@ -131,8 +131,8 @@ def test_a_loop_of_another_number_or_kind_is_not_the_one_that_was_abandoned() ->
     position, first, second = Position(), CallOrder(), CallOrder()
     for _ in loop(first, position, 9):
         break
-    first.abandon(position)
-    with second.in_loop("epochs", 9, True, position) as (is_over, _):
+    first.abandon_loops(position)
+    with second.enter_loop("epochs", 9, True, position) as (is_over, _):
         assert not is_over
     assert list(loop(CallOrder(), position, 8)) == [False]
 
@@ -141,7 +141,7 @@ def test_a_loop_that_is_tried_again_after_an_error_is_not_abandoned() -> None:
     calls, position = CallOrder(), Position()
     with pytest.raises(ZeroDivisionError):
         list(1 // 0 for _ in loop(calls, position, 9))
-    calls.abandon(position)  # as by run.load_best
+    calls.abandon_loops(position)  # as by run.load_best
     assert list(loop(calls, position, 9)) == [False]
     assert position.abandoned == {}
 
@@ -170,7 +170,7 @@ def test_behind_all_loops_the_checkpoint_is_of_no_later_one() -> None:
         calls = CallOrder()
         for total in totals:
             list(loop(calls, position, total))
-        assert calls.is_before(position) == is_before, totals
+        assert calls.is_before_loop_of(position) == is_before, totals
 
 
 def break_off(calls: CallOrder, position: Position) -> None:

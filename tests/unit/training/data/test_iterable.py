@@ -22,7 +22,7 @@ from unit.training.data.fakes import EndlessStream, batch_arguments, plans_of
 
 
 def _stream(position: Position, seed: int = 1) -> list[Any]:
-    with rng.untouched():
+    with rng.preserve_generators():
         random.seed(position.samples)
         walk = IterableBatches(EndlessStream(), BatchPlan(3, 0, 1), seed, position, list)
         return [row for _, batch in walk for row in batch]
@@ -56,7 +56,7 @@ def test_a_stream_that_shuffles_itself_continues_in_its_order() -> None:
 
 def test_random_numbers_of_collate_depend_on_seed_and_epoch_alone() -> None:
     def draws(position: Position) -> list[float]:
-        with rng.untouched():
+        with rng.preserve_generators():
             walk = IterableBatches(
                 EndlessStream(), BatchPlan(3, 0, 1), 1, position, lambda batch: random.random()
             )

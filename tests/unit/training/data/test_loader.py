@@ -16,8 +16,8 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset, get_worker
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.training.data import dataloader, order
 from hpc_ddp.training.data import loader as module
-from hpc_ddp.training.data.batches import pinned
-from hpc_ddp.training.data.dataloader import _Batch, batches_of
+from hpc_ddp.training.data.batches import pin_tensors
+from hpc_ddp.training.data.dataloader import _Batch, make_dataloader
 from hpc_ddp.training.data.iteration import instruction_of
 from hpc_ddp.training.data.loader import Loader, Shard, UnknownLengthError
 from hpc_ddp.training.data.order import NO_BATCH, BatchPlan, Position
@@ -37,7 +37,7 @@ def test_tensors_in_cpu_memory_are_pinned(monkeypatch: pytest.MonkeyPatch) -> No
     """Tensors of a dataclass are pinned, too; those that are on a device already are not."""
     device = torch.device("meta")
     dataset = TensorDataset(torch.ones(8))
-    assert batches_of(dataset, BatchPlan(4, 0, 1), 0, Position(), device, False).pin_memory
+    assert make_dataloader(dataset, BatchPlan(4, 0, 1), 0, Position(), device, False).pin_memory
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor + 100)
     on_device, sparse = torch.ones(2, device="meta"), torch.ones(2).to_sparse()
     packed = pack_sequence([torch.ones(1)])
@@ -54,7 +54,7 @@ def test_an_expanded_tensor_is_pinned_as_a_whole(monkeypatch: pytest.MonkeyPatch
     """Pinned memory with its strides would have one number for many."""
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: (tensor, tensor.stride()))
     image = torch.arange(4.0).reshape(1, 2, 2).expand(3, 2, 2)  # as of torchvision's Grayscale(3)
-    copy, strides = pinned([image])[0]
+    copy, strides = pin_tensors([image])[0]
     assert torch.equal(copy, image)
     assert strides == (4, 2, 1)
 

@@ -25,13 +25,13 @@ class Run:
         self.resumed = 0  # how often a loop that was taken for left has gone on
 
     def steps(self, total: int) -> Iterator[int]:
-        with self.calls.in_loop("steps", total, True, self.position) as (_, site):
+        with self.calls.enter_loop("steps", total, True, self.position) as (_, site):
             for step in range(total):
                 yield step
                 self._go_on(site)
 
     def _go_on(self, site: LoopSite) -> None:
-        self.resumed += self.calls.go_on(site, self.position)
+        self.resumed += self.calls.continue_loop(site, self.position)
 
     def note(self) -> None:
         """Note whether the script is outside of a loop by now."""
@@ -97,7 +97,7 @@ def test_a_loop_is_left_though_a_name_keeps_its_generator(
         text = text.replace("for step in", "for _, step in")
     run = play(tmp_path, text)
     assert run.places == [False, False, True, True]
-    run.calls.abandon(run.position)
+    run.calls.abandon_loops(run.position)
     assert run.position.abandoned == {1: ("steps", 9)}
 
 
@@ -139,7 +139,7 @@ def test_a_loop_in_parts_goes_on(tmp_path: Path) -> None:
             for step in islice(loop, 2):
                 run.note()
             run.note()
-            run.calls.abandon(run.position)
+            run.calls.abandon_loops(run.position)
         for step in loop:
             run.note()
     """
@@ -325,9 +325,9 @@ def test_batches_of_another_thread_are_refused(tmp_path: Path) -> None:
     text = """
         from threading import Thread
         for step in run.steps(2):
-            run.calls.check_batch()
+            run.calls.note_batch()
             run.calls.check_step(False)
-            fetcher = Thread(target=run.calls.check_batch)
+            fetcher = Thread(target=run.calls.note_batch)
             fetcher.start()
             fetcher.join()
             run.calls.check_step(False)
@@ -335,12 +335,12 @@ def test_batches_of_another_thread_are_refused(tmp_path: Path) -> None:
     in_step = """
         from concurrent.futures import ThreadPoolExecutor
         def train():
-            run.calls.check_batch()
+            run.calls.note_batch()
             run.calls.check_step(False)
         with ThreadPoolExecutor(1) as pool:
             for step in run.steps(2):
                 pool.submit(train).result()
-                run.calls.check_batch()
+                run.calls.note_batch()
                 pool.submit(run.calls.check_step, False).result()
     """
     play(tmp_path, in_step)

@@ -18,7 +18,7 @@ from hpc_ddp.training.data.order import (
     FormulaOrder,
     MicroBatch,
     Position,
-    derive,
+    derive_seed,
     make_plan,
     permutation,
 )
@@ -161,9 +161,9 @@ def test_the_order_is_a_function_of_seed_and_epoch() -> None:
 
 def test_the_order_and_derived_seeds_never_change() -> None:
     # A run that is resumed by a later version of this package keeps its order.
-    assert derive(0, 0) == 5104172916443561106
-    assert derive(1, 2, 3) != derive(1, 23)
-    generator = torch.Generator().manual_seed(derive(3, 4))
+    assert derive_seed(0, 0) == 5104172916443561106
+    assert derive_seed(1, 2, 3) != derive_seed(1, 23)
+    generator = torch.Generator().manual_seed(derive_seed(3, 4))
     assert torch.equal(permutation(1000, 3, 4)[:], torch.randperm(1000, generator=generator))
 
 
@@ -229,7 +229,7 @@ def test_all_ranks_have_as_many_samples_where_that_is_asked_for(
     size = 6 * accumulate
     for first in range(0, samples, size):
         block = range(first, min(first + size, samples))
-        pieces = [piece for plan in plans for piece in plan.pieces(block, ends_epoch=False)]
+        pieces = [piece for plan in plans for piece in plan.split_batch(block, ends_epoch=False)]
         used = {place for piece in pieces for place in piece.places}
         assert len(block) - len(used) == (len(block) % 3 if len(block) >= 3 else 0)
         assert sum(piece.weight for piece in pieces) == pytest.approx(3)

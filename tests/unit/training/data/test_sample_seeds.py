@@ -261,7 +261,7 @@ def test_transforms_are_found_behind_a_list_and_in_functions() -> None:
         return noise.draw() + empty  # type: ignore[has-type, no-any-return]
 
     for hidden in (noise, draw, noise.draw, partial(noise.draw), {"a": (flips,)}):
-        transforms, generators = sample_seeds.find_generators(Split(hidden))
+        transforms, generators = sample_seeds.find_transforms_and_generators(Split(hidden))
         assert (len(transforms), generators) == (1, {})
     if noise.R is None:
         empty = 0.0  # a cell without content
@@ -306,4 +306,4 @@ def test_a_data_set_is_looked_through_in_part() -> None:
     many: Any = Mapped()
     many.more = [[0.5, object()] for _ in range(10**6)] + [Noise()]
     many.deep = [[[[object() for _ in range(60)] for _ in range(60)]], [[[[[[Noise()]]]]]]]
-    assert sample_seeds.find_generators(many) == ({}, {})
+    assert sample_seeds.find_transforms_and_generators(many) == ({}, {})

@@ -36,7 +36,7 @@ def _watch(error: BaseException, *exit_codes: int | None) -> BaseException:
     workers = [Worker(code) for code in exit_codes]
     explained: BaseException | None = None
     try:
-        list(worker_death.watched(cast(Any, Batches(error, *workers))))
+        list(worker_death.iterate_watched(cast(Any, Batches(error, *workers))))
     except Exception as raised:
         explained = raised
     assert explained is not None
@@ -79,7 +79,7 @@ def test_a_dead_worker_is_named_by_its_exit_code(
 def test_no_worker_is_waited_for_where_torch_has_named_the_signal(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(worker_death, "_exit_of", pytest.fail)
+    monkeypatch.setattr(worker_death, "_wait_for_failure", pytest.fail)
     assert "signal: Killed" in str(_watch(RuntimeError(KILLED), None))
 
 
@@ -91,7 +91,7 @@ def test_persistent_workers_may_die_before_an_iterator_exists() -> None:
     batches = Persistent(RuntimeError(GONE))
     batches._iterator = Batches(KeyError(), Worker(-9))
     with pytest.raises(HpcDdpError, match="killed by signal: Killed"):
-        list(worker_death.watched(cast(Any, batches)))
+        list(worker_death.iterate_watched(cast(Any, batches)))
 
 
 def test_the_cause_of_an_error_may_name_the_worker() -> None:
@@ -144,7 +144,7 @@ class Late(Worker):
 
 def test_a_worker_that_has_just_ended_is_waited_for() -> None:
     with pytest.raises(HpcDdpError, match="killed by signal: Killed"):
-        list(worker_death.watched(cast(Any, Batches(RuntimeError(GONE), Late(-9)))))
+        list(worker_death.iterate_watched(cast(Any, Batches(RuntimeError(GONE), Late(-9)))))
 
 
 class Interrupted:
@@ -159,7 +159,7 @@ def test_a_signal_during_the_search_for_the_dead_worker_is_reported() -> None:
     batches = Batches(RuntimeError(GONE))
     batches._workers = cast(Any, [Interrupted()])
     with pytest.raises(HpcDdpError, match="killed by signal: Killed"):
-        list(worker_death.watched(cast(Any, batches)))
+        list(worker_death.iterate_watched(cast(Any, batches)))
 
 
 class Unreadable(ConnectionResetError):
@@ -171,4 +171,4 @@ class Unreadable(ConnectionResetError):
 
 def test_a_signal_during_the_explanation_is_reported() -> None:
     with pytest.raises(HpcDdpError, match="killed by signal: Killed"):
-        list(worker_death.watched(cast(Any, Batches(Unreadable()))))
+        list(worker_death.iterate_watched(cast(Any, Batches(Unreadable()))))

@@ -20,9 +20,9 @@ from hpc_ddp.training.devices import CPU
 from hpc_ddp.training.models.ddp import (
     BucketOrders,
     check_steps_are_even,
+    convert_to_sync_batchnorm,
     fix_bucket_order,
     set_averaging,
-    with_sync_batchnorm,
 )
 
 
@@ -37,15 +37,15 @@ def test_a_batch_norm_with_an_activation_is_refused() -> None:
     """torch would put one without in its place; on a CPU as well, where a dry run is to show it."""
     model = nn.Sequential(nn.Conv2d(3, 3, 1), nn.Sequential(NormAct(3)))
     with pytest.raises(UsageError, match=r"replace 1\.0, a NormAct, by a batch norm alone"):
-        with_sync_batchnorm(model, CPU, None, print)
+        convert_to_sync_batchnorm(model, CPU, None, print)
 
 
 def test_batch_norms_become_those_of_all_ranks_on_accelerators() -> None:
     notes: list[str] = []
     model = nn.Sequential(nn.BatchNorm1d(3), nn.SyncBatchNorm(3))
-    assert with_sync_batchnorm(model, CPU, None, notes.append) is model
+    assert convert_to_sync_batchnorm(model, CPU, None, notes.append) is model
     assert notes == ["sync_batchnorm is off: torch has it for GPUs only"]
-    converted = with_sync_batchnorm(model, torch.device("meta"), None, notes.append)
+    converted = convert_to_sync_batchnorm(model, torch.device("meta"), None, notes.append)
     assert [type(part) for part in converted.children()] == [nn.SyncBatchNorm] * 2
 
 

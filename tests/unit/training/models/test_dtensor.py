@@ -25,7 +25,7 @@ def test_a_gradient_whose_sum_is_pending_is_clipped(two_ranks: None) -> None:
     mesh: Any = init_device_mesh("cpu", (2,))
     weight: Any = nn.Parameter(DTensor.from_local(torch.ones(4), mesh))
     weight.grad = DTensor.from_local(torch.full((4,), 3.0), mesh, [Partial()])
-    norm = dtensor.clip_([weight], 1.5, ParallelDims(), CPU)
+    norm = dtensor.clip_gradients([weight], 1.5, ParallelDims(), CPU)
     assert norm.item() == 6.0
     assert weight.grad.to_local().tolist() == pytest.approx([0.75] * 4)
 
@@ -50,7 +50,7 @@ def test_gradients_are_scaled_in_one_call_for_each_type(two_ranks: None) -> None
     for weight in weights:
         weight.grad = torch.full_like(weight, 3.0)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        dtensor.clip_(weights, 1.5, ParallelDims(0, 2, pp=2), CPU)
+        dtensor.clip_gradients(weights, 1.5, ParallelDims(0, 2, pp=2), CPU)
     calls = {event.key: event.count for event in profile.key_averages()}
     assert calls.get("aten::_foreach_mul_") == 2
     sizes = [weight.grad.square().sum().item() for weight in weights if weight.grad is not None]
@@ -72,7 +72,7 @@ def test_a_group_of_two_kinds_is_stepped_as_two(monkeypatch: pytest.MonkeyPatch)
                 raise ValueError
 
     optimizer = Spied([first], lr=0.1)
-    dtensor.step_apart(optimizer)
+    dtensor.split_mixed_groups(optimizer)
     optimizer.step()
     optimizer.add_param_group({"params": [second, third, fourth], "lr": 0.5})
     optimizer.step()
@@ -149,11 +149,11 @@ def test_only_a_pending_sum_is_added_up(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(dtensor, "is_sharded", lambda tensor: isinstance(tensor, FakeDTensor))
     sharded, pending = _placement(), _placement(partial=True)
     tensor = FakeDTensor(sharded, pending)
-    dtensor.reduced(tensor)
+    dtensor.finish_reduction(tensor)
     assert tensor.wanted[0] is sharded
     assert tensor.wanted[1].is_replicate()
     untouched: Any = FakeDTensor(sharded)
-    assert dtensor.reduced(untouched) is untouched
+    assert dtensor.finish_reduction(untouched) is untouched
 
 
 def test_a_fused_optimizer_steps_sharded_and_whole_weights(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,7 +162,7 @@ def test_a_fused_optimizer_steps_sharded_and_whole_weights(monkeypatch: pytest.M
     for fused, counts in ((True, [2]), (False, [1, 1])):
         optimizer = torch.optim.Adam([plain, part], fused=fused)
         calls: list[Any] = []
-        dtensor.step_apart(optimizer)
+        dtensor.split_mixed_groups(optimizer)
         optimizer.register_step_pre_hook(
             lambda optimizer, *_, of=calls: of.extend(
                 len(group["params"]) for group in optimizer.param_groups

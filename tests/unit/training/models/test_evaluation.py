@@ -17,7 +17,7 @@ from torch import nn
 
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.training.models import evaluation
-from hpc_ddp.training.models.evaluation import averaged, in_eval_mode
+from hpc_ddp.training.models.evaluation import in_eval_mode, make_average
 
 
 class Merging(nn.Module):
@@ -78,7 +78,7 @@ def test_a_sharded_buffer_stays_each_ranks_own(
 
 def test_the_average_follows_weights_and_statistics() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    average = averaged(model, decay=0.5)
+    average = make_average(model, decay=0.5)
     average.update_parameters(model)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with torch.no_grad():
@@ -89,7 +89,7 @@ def test_the_average_follows_weights_and_statistics() -> None:
         added = 2 if name.endswith("num_batches_tracked") else 1
         assert torch.allclose(value, before[name] + added), name
     with pytest.raises(UsageError, match=r"decay is 1\.5"):
-        averaged(model, 1.5)
+        make_average(model, 1.5)
 
 
 def by_default(net: Any) -> Any:
@@ -148,7 +148,7 @@ def test_an_average_has_no_forward_of_its_model(forward_of: Callable[[Any], Any]
     net = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Dropout(0.5))
     vars(net)["forward"] = forward_of(net)
     lines: list[str] = []
-    ema = averaged(net, 0.5, lines.append)
+    ema = make_average(net, 0.5, lines.append)
     text = "the average evaluates Sequential by its class's forward"
     assert [text in line for line in lines] == [True] * (not isinstance(net.forward, partial))
     for model, number in ((net, 1.0), (ema.module, 2.0)):
@@ -157,7 +157,7 @@ def test_an_average_has_no_forward_of_its_model(forward_of: Callable[[Any], Any]
     assert ema(torch.ones(1)).item() == 2.0
     assert "forward" in vars(net)
     vars(net)["forward"] = torch.compile(net.forward, backend="eager")
-    assert "forward" not in vars(averaged(net, 0.5, lines.append).module)
+    assert "forward" not in vars(make_average(net, 0.5, lines.append).module)
     assert len(lines) < 2
 
 
@@ -169,17 +169,17 @@ def test_an_average_keeps_a_forward_that_is_no_models() -> None:
         return repeat(inputs, count - 1) if count else inputs
 
     net[0].forward = repeat
-    ema = averaged(net, 0.5)
+    ema = make_average(net, 0.5)
     assert ema(torch.full((1,), 7.0)).item() == 7.0
     net.forward = MethodType(lambda self, inputs: self[0](inputs) + 1, net)
-    ema = averaged(net, 0.5)
+    ema = make_average(net, 0.5)
     assert ema(torch.full((1,), 7.0)).item() == 8.0
     assert getattr(ema.module.forward, "__self__", None) is ema.module
 
 
 def test_complex_weights_are_averaged() -> None:
     model = nn.Linear(2, 2, dtype=torch.complex64)
-    average = averaged(model, decay=0.9)
+    average = make_average(model, decay=0.9)
     average.update_parameters(model)
     before = model.weight.detach().clone()
     with torch.no_grad():
@@ -192,9 +192,9 @@ def test_weights_of_16_bits_have_an_average_of_32() -> None:
     """In 16 bits a step of a thousandth is rounded away; frozen weights take none."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).bfloat16()
     with pytest.raises(UsageError, match=r"1.weight is of torch.bfloat16.*share of 0\.001 are"):
-        averaged(model[:1].requires_grad_(False).append(model[1]), decay=0.999)
-    averaged(model.requires_grad_(False), decay=0.999)
-    average = averaged(copy.deepcopy(model).float(), decay=0.999)
+        make_average(model[:1].requires_grad_(False).append(model[1]), decay=0.999)
+    make_average(model.requires_grad_(False), decay=0.999)
+    average = make_average(copy.deepcopy(model).float(), decay=0.999)
     for value in (1.0, *[1.0625] * 2000):
         for weight in model.parameters():
             weight.data.fill_(value)
@@ -220,7 +220,7 @@ class Masked(nn.Module):
 
 def test_masks_and_frozen_weights_stay_as_they_are() -> None:
     model = Masked()
-    average = averaged(model, decay=0.999)
+    average = make_average(model, decay=0.999)
     expected = model.trained.detach().clone()
     average.update_parameters(model)
     for _ in range(3):
@@ -235,7 +235,7 @@ def test_masks_and_frozen_weights_stay_as_they_are() -> None:
 
 def test_a_mask_may_open() -> None:
     model = Masked()
-    average = averaged(model, decay=0.9)
+    average = make_average(model, decay=0.9)
     average.update_parameters(model)
     model.mask.zero_()
     average.update_parameters(model)
@@ -245,7 +245,7 @@ def test_a_mask_may_open() -> None:
 def test_weights_without_gradients_at_that_moment_are_averaged() -> None:
     """As those of a GAN's generator, while the discriminator is trained."""
     model = nn.Linear(2, 2).requires_grad_(False)
-    average = averaged(model, decay=0.5)
+    average = make_average(model, decay=0.5)
     average.update_parameters(model)
     before = model.weight.clone()
     model.weight.add_(2)
@@ -257,7 +257,7 @@ def test_weights_without_gradients_at_that_moment_are_averaged() -> None:
 def test_an_average_follows_its_model_to_another_device(is_kept: bool) -> None:
     """`run.wrap` moves the model alone; an average that its script has moved stays there."""
     model = nn.Linear(2, 2).to("meta" if is_kept else "cpu")
-    average = averaged(model, 0.9)
+    average = make_average(model, 0.9)
     if is_kept:
         average.to_empty(device="cpu")
     else:
@@ -269,6 +269,6 @@ def test_an_average_follows_its_model_to_another_device(is_kept: bool) -> None:
 
 def test_an_average_can_be_saved_whole() -> None:
     saved = io.BytesIO()
-    torch.save(averaged(nn.Linear(2, 2), 0.9), saved)
+    torch.save(make_average(nn.Linear(2, 2), 0.9), saved)
     saved.seek(0)
     assert torch.load(saved, weights_only=False).n_averaged == 0

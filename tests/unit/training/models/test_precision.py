@@ -22,7 +22,7 @@ def make_step(precision: Precision, factor: float = 1.0) -> tuple[nn.Linear, Any
     model = nn.Linear(3, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    precision.watch(model)
+    precision.watch_model(model)
     precision.backward(factor * model(torch.full((2, 3), 2.0)).mean())
     return model, optimizer, scheduler
 
@@ -227,12 +227,12 @@ def test_large_weights_in_fp16_are_finite() -> None:
     model = nn.Linear(400, 400).half()
     for weight in model.parameters():
         weight.data.fill_(300.0)
-    precision.watch(model)
-    precision.look()
-    assert not precision.non_finite_fault()
+    precision.watch_model(model)
+    precision.start_check()
+    assert not precision.take_fault()
     model.bias.data[0] = torch.inf
-    precision.look()
-    assert precision.non_finite_fault()
+    precision.start_check()
+    assert precision.take_fault()
 
 
 def test_scaled_gradients_need_run_update() -> None:
@@ -246,18 +246,18 @@ def test_non_finite_weights_and_a_sinking_scale_are_detected() -> None:
     for watching in (True, False):
         precision = Precision("fp32", CPU, stop_on_nan=watching)
         _model, optimizer, _ = make_step(precision, factor=float("nan"))
-        precision.look()
+        precision.start_check()
         optimizer.step()
-        assert not precision.non_finite_fault()
-        precision.look()
-        assert precision.non_finite_fault() == (NON_FINITE_WEIGHTS if watching else "")
+        assert not precision.take_fault()
+        precision.start_check()
+        assert precision.take_fault() == (NON_FINITE_WEIGHTS if watching else "")
     scaled = Precision("fp16", CPU, stop_on_nan=True)
     for _ in range(33):
-        assert not scaled.non_finite_fault()
+        assert not scaled.take_fault()
         _, optimizer, _ = make_step(scaled, factor=float("nan"))
         scaled.update(optimizer, None, None)
         scaled.end_step()
-    assert "fp16 skips nearly all steps" in scaled.non_finite_fault()
+    assert "fp16 skips nearly all steps" in scaled.take_fault()
 
 
 def test_frozen_and_8_bit_weights_are_not_checked() -> None:
@@ -266,12 +266,12 @@ def test_frozen_and_8_bit_weights_are_not_checked() -> None:
     model.weight.data.fill_(torch.nan)
     model.register_parameter("small", nn.Parameter(torch.zeros(2).to(torch.float8_e4m3fn)))
     watch = Precision("fp32", CPU, stop_on_nan=True)
-    watch.watch(model)
-    watch.look()
-    assert not watch.non_finite_fault()
+    watch.watch_model(model)
+    watch.start_check()
+    assert not watch.take_fault()
     model.bias.data.fill_(torch.inf)
-    watch.look()
-    assert watch.non_finite_fault()
+    watch.start_check()
+    assert watch.take_fault()
 
 
 def test_a_gans_discriminator_is_checked_while_it_is_frozen() -> None:
@@ -279,16 +279,16 @@ def test_a_gans_discriminator_is_checked_while_it_is_frozen() -> None:
     model = nn.Linear(2, 2)
     model.mask = nn.Parameter(torch.full((2,), -torch.inf), requires_grad=False)
     watch = Precision("fp32", CPU, stop_on_nan=True)
-    watch.watch(model)
+    watch.watch_model(model)
     trained = TrainedParameters()
     trained.add([model, torch.optim.SGD(model.parameters())])
     watch.watch_trained(trained)
     model.requires_grad_(False)
-    watch.look()
-    assert not watch.non_finite_fault()
+    watch.start_check()
+    assert not watch.take_fault()
     model.weight.data[0, 0] = torch.nan
-    watch.look()
-    assert watch.non_finite_fault()
+    watch.start_check()
+    assert watch.take_fault()
 
 
 def test_a_model_that_the_script_has_let_go_is_not_checked() -> None:
@@ -296,17 +296,17 @@ def test_a_model_that_the_script_has_let_go_is_not_checked() -> None:
     watch = Precision("fp32", CPU, stop_on_nan=True)
     trial, model = nn.Linear(2, 2), nn.Linear(2, 2)
     vars(trial)["itself"] = trial
-    watch.watch(trial)
-    watch.watch(model)
+    watch.watch_model(trial)
+    watch.watch_model(model)
     trial.weight.data.fill_(torch.nan)
-    watch.look()
-    assert watch.non_finite_fault() == NON_FINITE_WEIGHTS
+    watch.start_check()
+    assert watch.take_fault() == NON_FINITE_WEIGHTS
     del trial
-    watch.look()
-    assert not watch.non_finite_fault()
+    watch.start_check()
+    assert not watch.take_fault()
     model.weight.data.fill_(torch.nan)
-    watch.look()
-    assert watch.non_finite_fault() == NON_FINITE_WEIGHTS
+    watch.start_check()
+    assert watch.take_fault() == NON_FINITE_WEIGHTS
 
 
 def test_an_overflow_of_an_earlier_update_lowers_the_scale() -> None:
@@ -337,14 +337,14 @@ def test_deterministic_algorithms_are_torchs_and_nccls(
     calls: list[bool] = []
     monkeypatch.setattr(torch, "use_deterministic_algorithms", calls.append)
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
-    for name in ("CUBLAS_WORKSPACE_CONFIG", *precision.IN_SWITCHES):
+    for name in ("CUBLAS_WORKSPACE_CONFIG", *precision.SUMS_IN_SWITCHES):
         monkeypatch.setenv(name, "")  # so that it is put back
         monkeypatch.delenv(name)
     precision.make_deterministic(0)
     assert calls == [True]
     assert not torch.backends.cudnn.benchmark
     assert capsys.readouterr().err == ""
-    assert [os.environ[name] for name in precision.IN_SWITCHES] == ["0", "0"]
+    assert [os.environ[name] for name in precision.SUMS_IN_SWITCHES] == ["0", "0"]
     os.environ["NCCL_NVLS_ENABLE"] = "1"
     for rank in (1, 0):
         precision.make_deterministic(rank)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hpc_ddp.training import devices
-from hpc_ddp.training.data.order import derive
+from hpc_ddp.training.data.order import derive_seed
 from hpc_ddp.training.devices import CPU
 from hpc_ddp.training.models import rng
 from unit.training.fakes import draw_numbers
@@ -34,11 +34,11 @@ def test_each_device_of_a_worker_has_a_generator_of_its_own(
     monkeypatch.setattr(devices, "random_state", states.__getitem__)
     monkeypatch.setattr(devices, "put_random_state", states.__setitem__)
     places = [torch.device("cuda", index) for index in (2, 3)]
-    with rng.untouched():
+    with rng.preserve_generators():
         rng.seed_all(7, places)
-        assert states == dict(zip(places, (7, derive(7, 1)), strict=True))
+        assert states == dict(zip(places, (7, derive_seed(7, 1)), strict=True))
         saved = rng.snapshot(places)
         states.clear()
         rng.restore(saved, places)
-        assert states == dict(zip(places, (7, derive(7, 1)), strict=True))
+        assert states == dict(zip(places, (7, derive_seed(7, 1)), strict=True))
         assert "devices" not in rng.snapshot([devices.CPU])

@@ -18,7 +18,7 @@ from hpc_ddp.training.models.tracked import (
     add_hook_tables,
     check_models,
     check_place,
-    inner_optimizer,
+    find_inner_optimizer,
     warn_of_stateless,
     warn_of_untracked,
 )
@@ -41,13 +41,13 @@ class Saving(Nested):
 def test_an_optimizer_inside_another_one_is_named_unless_it_is_saved() -> None:
     parameters = [nn.Parameter(torch.ones(1))]
     outer = Nested(parameters)
-    assert inner_optimizer(outer, [outer]) == "base"
-    assert inner_optimizer(outer, [outer, outer.base]) == ""
-    assert inner_optimizer(outer.base, []) == ""
+    assert find_inner_optimizer(outer, [outer]) == "base"
+    assert find_inner_optimizer(outer, [outer, outer.base]) == ""
+    assert find_inner_optimizer(outer.base, []) == ""
     saving = Saving(parameters)
-    assert inner_optimizer(saving, [saving]) == ""
+    assert find_inner_optimizer(saving, [saving]) == ""
     outer.base.state = outer.state
-    assert inner_optimizer(outer, [outer]) == ""
+    assert find_inner_optimizer(outer, [outer]) == ""
 
 
 def test_an_optimizer_with_a_parameter_twice_is_refused() -> None:

@@ -45,9 +45,9 @@ def test_short_steps_exchange_rarely_and_slow_ones_each_time() -> None:
 def test_a_notice_is_acted_on_at_the_next_exchange() -> None:
     notices = Notices(None)
     pace = make_consensus(notices)
-    assert pace.step_done(1) == Decision()
+    assert pace.note_step(1) == Decision()
     notices.reason = NOTICE
-    decisions = [pace.step_done(step).reason for step in range(2, 12)]
+    decisions = [pace.note_step(step).reason for step in range(2, 12)]
     assert NOTICE in decisions
     assert decisions[0] == NONE
     assert pace.decide_now().reason == NOTICE
@@ -64,9 +64,9 @@ def test_the_deadline_leaves_time_for_a_save() -> None:
 
 def test_saves_are_due_by_steps_and_by_time() -> None:
     pace = make_consensus(Notices(None), every_steps=3)
-    assert [pace.step_done(step).save for step in range(1, 7)] == [False, False, True] * 2
+    assert [pace.note_step(step).save for step in range(1, 7)] == [False, False, True] * 2
     pace = make_consensus(Notices(None), every=0.0)
-    due = [pace.step_done(step).save for step in range(1, 4)]
+    due = [pace.note_step(step).save for step in range(1, 4)]
     assert True in due
     assert due != [True] * 3  # not again before the save has been made
     assert not make_consensus(Notices(None), every=1000.0).decide_now().save
@@ -107,7 +107,7 @@ def test_the_end_is_met_where_the_device_is_behind_the_host(
     for step in range(1, 10**6):
         clock.now += 0.0001
         over_at = max(over_at, clock.time()) + step_s
-        if pace.step_done(step).reason:
+        if pace.note_step(step).reason:
             break
     saved_at = max(over_at, clock.time()) + 1.0
     assert end - 20 < saved_at < end
@@ -120,13 +120,13 @@ def test_an_extended_time_limit_is_used(tmp_path: Path) -> None:
     notices = Notices(None)
     pace = make_consensus(notices)
     notices.watch_end_time(now + 5, path)
-    assert pace._reason() == DEADLINE
+    assert pace._find_reason() == DEADLINE
     path.write_text(f"{now + 3600:.0f}")
-    notices._look()
-    assert pace._reason() == NONE
+    notices._read_files()
+    assert pace._find_reason() == NONE
     path.write_text(f"{now + 1:.0f}")
-    notices._look()
-    assert pace._reason() == DEADLINE
+    notices._read_files()
+    assert pace._find_reason() == DEADLINE
 
 
 def test_a_due_save_is_decided_where_all_ranks_wait() -> None:
@@ -164,12 +164,12 @@ def make_lone_consensus(
 def _play_steps(pace: StopConsensus, clock: Clock, seconds: Sequence[float]) -> None:
     for step, duration in enumerate(seconds, start=1):
         clock.now += duration
-        pace.step_done(step)
+        pace.note_step(step)
 
 
 def _reason_with(pace: StopConsensus, clock: Clock, left_s: float) -> int:
     pace._notices.end_time = clock.now + left_s
-    return pace._reason()
+    return pace._find_reason()
 
 
 def test_the_deadline_is_counted_from_steps_and_saves(clock: Clock) -> None:
@@ -204,9 +204,9 @@ def test_a_pause_is_expected_once(clock: Clock, limit_s: float, steps: list[floa
     pace._notices.end_time = clock.now + limit_s
     for step, duration in enumerate(steps, start=1):
         clock.now += duration
-        assert pace.step_done(step).reason == NONE, step
+        assert pace.note_step(step).reason == NONE, step
     quick_s = steps[-1]
-    while pace.step_done(0).reason == NONE:
+    while pace.note_step(0).reason == NONE:
         clock.now += quick_s
     assert 5.0 < pace._notices.end_time - clock.now < limit_s / 10
 
@@ -244,7 +244,7 @@ def test_time_before_a_restarted_step_is_not_counted(clock: Clock) -> None:
     clock.now += 50.0
     planner.restart_step()
     clock.now += 3.0
-    planner.step_done(1)
+    planner.note_step(1)
     control: Any = planner._control
     assert control.sent == [NONE, 0, 0, 3_000_000]
     assert planner.exchanges == 1
@@ -274,7 +274,7 @@ def test_an_exchange_is_read_one_period_later(clock: Clock) -> None:
     assert planner._take_decision() == Decision()  # it has been read
     exchanges = []
     for step in range(4):
-        planner.step_done(step)
+        planner.note_step(step)
         exchanges.append(planner.exchanges)
     assert exchanges == [1, 2, 2, 3]
 
@@ -288,8 +288,8 @@ def test_a_save_that_was_just_decided_is_not_due_again(clock: Clock) -> None:
     assert control.sent[1] == 0
     decided = make_lone_consensus(every_steps=2)
     decided._notices.reason = NOTICE
-    decided.step_done(1)
-    assert decided.step_done(2) == Decision(NOTICE, save=True)
+    decided.note_step(1)
+    assert decided.note_step(2) == Decision(NOTICE, save=True)
 
 
 def test_no_time_is_kept_for_steps_before_the_first(clock: Clock) -> None:

@@ -32,13 +32,13 @@ def test_a_notice_file_names_its_source(tmp_path: Path, content: str, source: st
     cancelled = tmp_path / "cancelled"
     notices.watch_for_cancel(cancelled)
     path.touch()  # empty: no word yet
-    notices._look()
+    notices._read_files()
     assert notices.reason == NONE
     cancelled.touch()
-    notices._look()
+    notices._read_files()
     assert (notices.reason, notices.source) == (CANCELLED, "cancelled")
     path.write_text(content)
-    notices._look()
+    notices._read_files()
     assert (notices.reason, notices.source) == (NOTICE, source)
 
 
@@ -64,18 +64,18 @@ def test_a_local_notice_spares_the_disk(
     assert reads == [tmp_path / "end-time"]
     for text in (f"{{{beat}}}", f'{{"end_time": 800.0, {beat}}}   ', '{"end_time": 8', "[1]"):
         local.write_text(text)
-        notices._look()
+        notices._read_files()
     assert (notices.reason, notices.end_time) == (NONE, 800.0)
     local.write_text(f'{{"end_time": 700.0, "source": "preemption", {beat}}}')
-    notices._look()
+    notices._read_files()
     assert (notices.reason, notices.source, notices.end_time) == (NOTICE, "preemption", 700.0)
     assert reads == [tmp_path / "end-time"]
     clock.now += signals.DISK_EVERY_S
-    notices._look()
+    notices._read_files()
     assert reads == [tmp_path / "end-time"] * 2
     other = Notices(disk, local)
     local.write_text(f'{{"end_time": 700.0, {beat}}}')
-    other._look()
+    other._read_files()
     assert other.end_time is None  # of a rank that does not watch the time
 
 
@@ -89,13 +89,13 @@ def test_a_file_of_another_process_is_no_local_notice(
     numbers = os.pipe() if is_pipe else (os.open(file, os.O_RDONLY),)
     try:
         notices = Notices(disk, Path(f"/proc/self/fd/{numbers[0]}"))
-        listener = threading.Thread(target=notices._look, daemon=True)
+        listener = threading.Thread(target=notices._read_files, daemon=True)
         listener.start()
         listener.join(60)
         assert not listener.is_alive()
         assert notices.reason == NONE
         disk.write_text("preemption")
-        notices._look()
+        notices._read_files()
         assert (notices.reason, notices.source) == (NOTICE, "preemption")
     finally:
         for number in numbers[::-1]:
@@ -107,18 +107,18 @@ def test_without_its_local_notice_a_rank_asks_the_disk(
 ) -> None:
     disk = tmp_path / "notice"
     notices = Notices(disk, tmp_path / "none")
-    notices._look()
+    notices._read_files()
     assert notices.reason == NONE
     disk.write_text("time limit")
-    notices._look()
+    notices._read_files()
     assert (notices.reason, notices.source) == (NOTICE, "time limit")
     local.write_text(f'{{"beat": {clock.now - signals.STALE_S + 1}}}')
     other = Notices(disk, local)
-    other._look()  # the local one can be read, and holds no notice
+    other._read_files()  # the local one can be read, and holds no notice
     assert other.reason == NONE
     hanging = Notices(disk, local)
     clock.now += 1.0
-    hanging._look()  # the supervisor has not been at work for a while
+    hanging._read_files()  # the supervisor has not been at work for a while
     assert hanging.reason == NOTICE
     other._handle_signal(signal.SIGTERM)
     assert (other.reason, other.source) == (NOTICE, "time limit")
@@ -235,15 +235,15 @@ def test_signals_after_the_end_are_ignored(clock: Clock, printed: list[str]) -> 
 
 def test_a_lesser_reason_does_not_replace_a_greater_one(tmp_path: Path) -> None:
     notices = Notices(None)
-    notices._note(DEADLINE, "a")
-    notices._note(CANCELLED, "b")
-    notices._note(DEADLINE, "c")
+    notices._note_reason(DEADLINE, "a")
+    notices._note_reason(CANCELLED, "b")
+    notices._note_reason(DEADLINE, "c")
     assert (notices.reason, notices.source) == (DEADLINE, "a")
     notices.watch_for_cancel(tmp_path)
-    notices._look()
+    notices._read_files()
     assert notices.reason == DEADLINE
     texts = ("[1]", "{}", '{"source": 5}', "x" * 200)
-    assert [signals._source(text) for text in texts] == ["[1]", "notice", "5", "x" * 100]
+    assert [signals._source_of(text) for text in texts] == ["[1]", "notice", "5", "x" * 100]
     assert (signals.REASONS[CANCELLED], signals.REASONS[NOTICE]) == ("cancelled", "notice")
 
 
@@ -253,9 +253,9 @@ def test_a_forked_child_dies_of_signals_as_any_process() -> None:
     writer.setblocking(False)
     woken_by = signal.set_wakeup_fd(writer.fileno())
     try:
-        signal.signal(signal.SIGUSR1, signals._flag)
+        signal.signal(signal.SIGUSR1, signals._do_nothing)
         signal.signal(signal.SIGUSR2, signal.SIG_IGN)
-        signals._give_back()
+        signals._release_signals()
         assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
         assert signal.getsignal(signal.SIGUSR2) == signal.SIG_IGN
         assert signal.set_wakeup_fd(-1) == -1
@@ -290,7 +290,7 @@ def test_installed_notices_come_from_signals_and_files(
             (tmp_path / "notice").write_text("preemption")
         wait_until(lambda: notices.reason == NOTICE, "the notice")
         assert notices.source == ("SIGUSR1" if by_signal else "preemption")
-        assert after_fork == [signals._give_back]
+        assert after_fork == [signals._release_signals]
     finally:
         notices._ended = True
         for thread in threading.enumerate():
@@ -353,7 +353,7 @@ def test_signals_are_taken_back_from_a_library() -> None:
         signal.signal(signal.SIGTERM, lambda *_: None)
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
         Notices(None).take_signals()
-        assert {signal.getsignal(number) for number in signals.SIGNALS} == {signals._flag}
+        assert {signal.getsignal(number) for number in signals.SIGNALS} == {signals._do_nothing}
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # nohup
         Notices(None).take_signals()
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN

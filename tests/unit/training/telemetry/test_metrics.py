@@ -15,7 +15,12 @@ from hpc_ddp.core.journal.events import FirstStep, Fresh, JournalEvent, MetricsL
 from hpc_ddp.core.journal.journal import Journal, read_events
 from hpc_ddp.training.data.order import Position
 from hpc_ddp.training.telemetry import metrics as metrics_module
-from hpc_ddp.training.telemetry.metrics import Metrics, check_values, number, once_for_each_step
+from hpc_ddp.training.telemetry.metrics import (
+    Metrics,
+    check_values,
+    make_step_listener,
+    read_number,
+)
 from tests.waiting import LIMIT_S
 
 
@@ -84,7 +89,7 @@ def test_a_hook_has_each_step_once_over_all_attempts(tmp_path: Path) -> None:
 
     def feed(*history: JournalEvent) -> list[int]:
         seen.clear()
-        listener = once_for_each_step(lambda step, metrics: seen.append((step, metrics)), history)
+        listener = make_step_listener(lambda step, metrics: seen.append((step, metrics)), history)
         for step in (4, 5, 6, 10):
             listener({"step": step, "total_steps": 20, "loss": step / 2})
         return [step for step, _ in seen]
@@ -106,7 +111,7 @@ def test_an_error_of_the_device_is_no_mistake_of_the_script(
     monkeypatch.setattr(torch.Tensor, "item", fail)
     check_values({"loss": torch.ones(()), "count": torch.ones(1, dtype=torch.int64), "lr": None})
     with pytest.raises(torch.AcceleratorError, match="device-side assert"):
-        number("run.best", "value", torch.ones(1))
+        read_number("run.best", "value", torch.ones(1))
 
 
 @pytest.mark.parametrize(
@@ -125,10 +130,10 @@ def test_what_is_no_number_is_refused(value: Any) -> None:
     with pytest.raises(UsageError, match=r"run.step was given loss, .* that is no number"):
         check_values({"loss": value})
     with pytest.raises(UsageError, match=r"run.best was given value, .* that is no number"):
-        number("run.best", "value", value)
+        read_number("run.best", "value", value)
 
 
 @pytest.mark.parametrize("value", [2, True, numpy.float32(2), torch.tensor([[2]])])
 def test_numbers_are_accepted(value: Any) -> None:
     check_values({"loss": value})
-    assert number("run.best", "value", value) in (1.0, 2.0)
+    assert read_number("run.best", "value", value) in (1.0, 2.0)

@@ -13,7 +13,7 @@ from hpc_ddp.training import devices
 from hpc_ddp.training.data.order import Position
 from hpc_ddp.training.devices import CPU
 from hpc_ddp.training.telemetry.metrics import Metrics
-from hpc_ddp.training.telemetry.profiling import peak_flops, use_per_sample
+from hpc_ddp.training.telemetry.profiling import peak_flops, peak_share_per_sample
 from tests.waiting import LIMIT_S
 from unit.training.fakes import checked_options
 
@@ -72,10 +72,10 @@ def test_torchs_setting_of_tf32_is_read() -> None:
 def test_mfu_needs_a_peak_and_the_cost_of_a_sample() -> None:
     told: list[str] = []
     chosen = checked_options(flops_per_sample=2e6, peak_flops=1e9)
-    assert use_per_sample(chosen, CPU, 4, told.append) == pytest.approx(0.0005)
-    assert use_per_sample(checked_options(), CPU, 4, told.append) is None
+    assert peak_share_per_sample(chosen, CPU, 4, told.append) == pytest.approx(0.0005)
+    assert peak_share_per_sample(checked_options(), CPU, 4, told.append) is None
     assert told == []
-    assert use_per_sample(checked_options(flops_per_sample=2e6), CPU, 4, told.append) is None
+    assert peak_share_per_sample(checked_options(flops_per_sample=2e6), CPU, 4, told.append) is None
     assert told == [
         "there is no mfu: the peak of cpu with fp32 is not known; start(peak_flops=) gives it"
     ]
