@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from hashlib import blake2b
 from typing import Any
 
@@ -59,6 +60,7 @@ class DrilledRun(Run):
         self._records = Journal(self._folder, f"rank-{self.rank}", self._attempt)
         self._tracked: dict[str, Any] = {"precision": self._precision}
         self._steps = OptimizerSteps(self._tracked)
+        self._step_record: DrillRecord | None = None  # of a step that may go on behind `step`
         self._began = time.monotonic()  # the loop, once there is one
         self._checkpoints.before_publishing = self._hold_save
 
@@ -77,13 +79,13 @@ class DrilledRun(Run):
         super()._begin_loop(is_over)
         self._began = time.monotonic()
         if self._epoch.on_first_batch is None and not is_over:
-            self._record("start", self.position.step, {})
+            self._record("start")
 
     def _restore_step_states(self) -> Callable[[], None]:
         """Put the checkpoint's state back, record the start of the loop, and return a function that
         undoes the first for the generators."""
         undo = super()._restore_step_states()
-        self._record("start", self.position.step, {})
+        self._record("start")
         return undo
 
     def epochs(self, total: int) -> Iterator[int]:
@@ -91,12 +93,13 @@ class DrilledRun(Run):
         is the loop's start."""
         for number, epoch in enumerate(super().epochs(total)):
             if number:
-                self._record("epoch", self.position.step, {})
+                self._record("epoch")
             yield epoch
 
     def step(self, **values: Any) -> None:
         """Record the step, do as `Run.step`, and save, stop or wait for a disturbance as the plan
-        says. Do nothing amid accumulating.
+        says. Do nothing amid accumulating. The state is recorded where the run would save it: that
+        may be behind further code of the script, such as a scheduler's step.
 
         All ranks call it. Raise HpcDdpError if a disturbance that is to end this process does not
         come, OSError if the drill can't be signalled; else as `Run.step`.
@@ -105,7 +108,21 @@ class DrilledRun(Run):
             return
         step = self.position.step + 1
         check_values(values)
-        self._record("step", step, values)
+        numbers = {name: plain(scalar) for name, scalar in values.items()}
+        digests, gradients_size = self._steps.take()
+        # The loader has not counted its batch yet.
+        samples = self.position.samples if self._loader is None else self._batch.end
+        self._step_record = DrillRecord(
+            rank=self.rank,
+            at="step",
+            step=step,
+            epoch=self.position.epoch,
+            samples=samples,
+            used=digests,
+            state={},
+            values=numbers,
+            sizes={"gradients": gradients_size},
+        )
         hold = self._plan["hold"] if step == self._plan.get("at") else ""
         if hold == "stop":
             self._hold_until_notice()
@@ -124,8 +141,15 @@ class DrilledRun(Run):
     def finish(self, **results: float | torch.Tensor) -> None:
         """Record the end, unless the run has ended before or fails; then do as `Run.finish`."""
         if not self._calls.is_failing() and not self._is_over:
-            self._record("end", self.position.step, {})
+            self._end_step_record()
+            self._record("end")
         super().finish(**results)
+
+    def _act_on_decision(self) -> None:
+        """Record the state after a step, which is to be saved now if it is saved at all; then do as
+        `Run`."""
+        self._end_step_record()
+        super()._act_on_decision()
 
     def _is_end(self, step: int) -> bool:
         """Return whether the plan ends the run at this step: by ``end``, or without it by
@@ -167,34 +191,41 @@ class DrilledRun(Run):
         time.sleep(HOLD_S)
         raise HpcDdpError(f"the drill's {disturbance} did not come")
 
-    def _record(self, moment: str, step: int, values: Mapping[str, Any]) -> None:
-        """Append a record of this rank: the digests of its state at `step`, the numbers `values`,
-        and for a step the digests of what the optimizers have read. The optimizers' digests begin
-        anew.
-
-        `moment` is start, epoch, step or end. If the disk refuses, a message is printed once.
-        """
-        models = [
-            tracked for tracked in self._tracked.values() if isinstance(tracked, torch.nn.Module)
-        ]
-        digests, gradients_size = self._steps.take()
-        # At a step's record the loader has not counted its batch yet.
-        is_counted = moment != "step" or self._loader is None
+    def _record(self, moment: str) -> None:
+        """Append a record of this rank's state: `moment` is start, epoch or end. The optimizers'
+        digests begin anew. If the disk refuses, a message is printed once."""
+        _, gradients_size = self._steps.take()
+        position = self.position
         record = DrillRecord(
             rank=self.rank,
             at=moment,
-            step=step,
-            epoch=self.position.epoch,
-            samples=self.position.samples if is_counted else self._batch.end,
-            used=digests if moment == "step" else {},
-            state={part: digest_of(state) for part, state in self._states().items()},
-            values={name: plain(scalar) for name, scalar in values.items()},
-            sizes={
-                "gradients": gradients_size,
-                "weights": size_of(weight for model in models for weight in model.parameters()),
-            },
+            step=position.step,
+            epoch=position.epoch,
+            samples=position.samples,
+            used={},
+            state={},
+            values={},
+            sizes={"gradients": gradients_size},
         )
-        self._records.write(record)
+        self._write_record(record)
+
+    def _end_step_record(self) -> None:
+        """Append the record of the newest step, unless it is written; raises nothing, as
+        `_record`."""
+        record, self._step_record = self._step_record, None
+        if record is not None:
+            self._write_record(record)
+
+    def _write_record(self, record: DrillRecord) -> None:
+        """Append a record, with the digests of this rank's state and the size of its weights."""
+        models = [
+            tracked for tracked in self._tracked.values() if isinstance(tracked, torch.nn.Module)
+        ]
+        weights = size_of(weight for model in models for weight in model.parameters())
+        state = {part: digest_of(state) for part, state in self._states().items()}
+        self._records.write(
+            replace(record, state=state, sizes={**record.sizes, "weights": weights})
+        )
 
     def _states(self) -> dict[str, Any]:
         """Return the states of the tracked objects and of the random generators, by kind and name

@@ -352,7 +352,7 @@ def _reason(difference: Difference) -> tuple[str, str]:
         ),
         "scheduler": (
             f"at step {step}: a step of it was lost or made twice",
-            "step it before run.step, which saves and stops",
+            "step it where each batch comes by: a loop without run.loader saves within run.step",
         ),
         "settings": (
             f"at step {step}: run.track does not name a scheduler, or the script changes them in a"
