@@ -332,7 +332,7 @@ def merge_trees(first: Any, second: Any, key: object = None) -> Any:
     and that which this rank has alone.
 
     Dicts are united by key, lists of dicts entry by entry; a list under the key ``params`` gets the
-    entries of `second` that it lacks. Of any other two entries the one of `first` is taken. `key`
+    entries of `second` that it lacks. Any other entry is taken from `first`, if both have it. `key`
     is that of both in their parents. Raise ValueError where lists of dicts differ in length.
     """
     if isinstance(first, dict):
