@@ -360,9 +360,9 @@ def _refuse_unseen() -> None:
 
 def choose_backend(requested: str | None, device: torch.device) -> str:
     """Return the name of the backend that carries gradients, in small letters: `requested`, else
-    the device's own: NCCL for NVIDIA and AMD, XCCL for Intel, HCCL for Ascend, Gloo for the CPU. Of
-    pairs, as ``cpu:gloo,cuda:nccl``, return those of the CPU and of the device's type; where one is
-    left, as in a dry run without a GPU, return its name alone.
+    the device's own: NCCL for NVIDIA and AMD, XCCL for Intel, HCCL for Ascend, Gloo for the CPU.
+    From pairs, as ``cpu:gloo,cuda:nccl``, return those of the CPU and of the device's type; where
+    one is left, as in a dry run without a GPU, return its name alone.
 
     Raise HpcDdpError where pairs have none for the device, this torch was built without its
     backend, or that sends none of its tensors (NCCL without a GPU).

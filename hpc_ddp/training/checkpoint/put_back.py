@@ -40,8 +40,8 @@ def put_back(
     """Load a checkpoint into the objects, which are given by their names in ``run.track``. Errors
     name its `step`.
 
-    `tree` has the objects' stored states with marks for the tensors, which `reader` reads. Of a
-    sharded tensor this rank's shard is read, however the tensor was stored. With `stage` each model
+    `tree` has the objects' stored states with marks for the tensors, which `reader` reads. This
+    rank's shard of a sharded tensor is read, however the tensor was stored. With `stage` each model
     is one pipeline stage of the stored one, whose further entries are ignored. Parts of models that
     `added` names, as ``model.head``, stay as they are where the checkpoint has none, and get no
     state in an optimizer. After an error some objects may have been loaded.
@@ -189,12 +189,12 @@ def _content_for_module(
     `name` is the module's in ``run.track``: its tensors are stored as ``NAME.KEY``. With `stage` it
     is a part of the stored module, and further keys of `tree` are ignored. Keys that `added` names,
     and that `tree` lacks, keep their present entries. The stored versions of the parts come along,
-    for torch's own conversions of older states.
-
-    Raise HpcDdpError for `_differences`, which it names, or if the files lack a part of a tensor;
-    UnreadableError if the disk does not answer.
+    for torch's own conversions of older states. Raise HpcDdpError with a text on keys that one of
+    both lacks and on `_differences`, or if the files lack a part of a tensor; UnreadableError if
+    the disk does not answer.
     """
     state = module.state_dict()
+    # Keys and entries of the module's own state dict, by the keys without wrappers, as stored.
     entries = {plain_name(key): (key, entry) for key, entry in state.items()}
     parameters = {plain_name(k): (k, w) for k, w in module.named_parameters(remove_duplicate=False)}
     versions = tree.get(states.VERSIONS)
@@ -210,14 +210,14 @@ def _content_for_module(
         more = f", and {len(problems) - states.SHOWN} more" if problems[states.SHOWN :] else ""
         raise HpcDdpError(f"{name}: {', '.join(sorted(problems)[: states.SHOWN])}{more}")
     loaded = OrderedDict[str, Any]()
-    for plain, (key, entry) in entries.items():
-        stored = f"{name}.{plain}"
-        if plain in new:
+    for label, (key, entry) in entries.items():
+        stored = f"{name}.{label}"
+        if label in new:
             loaded[key] = entry
         elif stored in reader:
             loaded[key] = reader.read(stored, entry if isinstance(entry, torch.Tensor) else None)
         else:  # an extra_state
-            loaded[key] = _assemble(tree[plain], stored, reader, current=_tensors_of(entry, stored))
+            loaded[key] = _assemble(tree[label], stored, reader, current=_tensors_of(entry, stored))
     if versions is not None:  # without, a part takes its own state for that of an older version
         parts = states.metadata_of(state)
         facts_of = {key: {**facts, "version": versions.get(part)} for key, part, facts in parts}

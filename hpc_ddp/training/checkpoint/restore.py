@@ -156,9 +156,9 @@ def reading(folder: Path, rank: int = 0) -> Iterator[None]:
 
 
 def open_checkpoint(folder: Path) -> Restored:
-    """Open a checkpoint that has been verified, in this process alone, and return it. Of tensors
-    that ranks had of their own it has the buffers only, as on another number of ranks
-    (`Restored.is_resized`). Raises as `read_index`."""
+    """Open a checkpoint that has been verified, in this process alone, and return it. As on another
+    number of ranks (`Restored.is_resized`), it lacks the tensors that ranks had of their own, apart
+    from buffers. Raises as `read_index`."""
     return Restored(folder, read_index(folder), rank=0, world_size=0)
 
 

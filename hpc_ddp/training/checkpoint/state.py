@@ -185,7 +185,7 @@ def collect(
 def _note_rank_0_object(
     name: str, plain: Any, tensors: Mapping[str, torch.Tensor], state: State
 ) -> None:
-    """Add the object `name`, which is no optimizer, to `state.rank_0_objects`, with those of its
+    """Add the object `name` (`plain`, no optimizer) to `state.rank_0_objects`, with those of its
     `tensors` that are neither parameters nor buffers, nor sharded. A module without such tensors is
     not added."""
     of_ranks = state.trained | state.frozen | state.buffers
@@ -242,9 +242,10 @@ def _take_content(
     trained: TrainedParameters,
     untracked: Mapping[str, torch.Tensor],
 ) -> Any:
-    """Return the state dict of the object `name`, and add names of its tensors to sets in `state`
-    (`trained`, `frozen`, `buffers`, `large_buffers`). Raise UsageError for an optimizer that has
-    its state on one rank alone, or a state dict of another form.
+    """Return the state dict of the object `name`, which is `plain` without its wrappers, and add
+    names of its tensors to sets in `state` (`trained`, `frozen`, `buffers`, `large_buffers`). Raise
+    UsageError for an optimizer that has its state on one rank alone, or a state dict without
+    ``state`` or ``param_groups``.
 
     An optimizer's dict has parameters by name (`optimizer_state`), for which `labels` has the names
     by ids, and `untracked` the parameters that no tracked object has. A module's dict is that of
@@ -268,29 +269,29 @@ def _take_content(
 
 
 def _note_module_tensors(
-    name: str, plain: torch.nn.Module, state: State, trained: TrainedParameters
+    name: str, module: torch.nn.Module, state: State, trained: TrainedParameters
 ) -> None:
     """Add the names of the parameters and buffers of the module `name` to sets in `state`. A
     parameter without gradients counts as trained, too, if `trained` knows it."""
-    numbers = trained.ids()
-    for key, parameter in plain.named_parameters(remove_duplicate=False):
-        is_trained = parameter.requires_grad or id(parameter) in numbers
+    ids = trained.ids()
+    for key, parameter in module.named_parameters(remove_duplicate=False):
+        is_trained = parameter.requires_grad or id(parameter) in ids
         (state.trained if is_trained else state.frozen).add(f"{name}.{plain_name(key)}")
-    for key, buffer in plain.named_buffers(remove_duplicate=False):
+    for key, buffer in module.named_buffers(remove_duplicate=False):
         state.buffers.add(f"{name}.{plain_name(key)}")
         if buffer.layout == torch.strided and buffer.nbytes >= LARGE_BUFFER:
             state.large_buffers.add(f"{name}.{plain_name(key)}")
 
 
 def _content_of_module(
-    plain: torch.nn.Module, content: Mapping[str, Any], trained: TrainedParameters
+    module: torch.nn.Module, content: Mapping[str, Any], trained: TrainedParameters
 ) -> dict[str, Any]:
     """Return a module's state dict `content` with `plain_name`s. Add the versions of its parts
     under `VERSIONS`, and, if the loop has changed flags, these under `GRADIENTS` and `MODES`."""
     versions = {part: facts.get("version") for _, part, facts in metadata_of(content)}
-    changes = {plain_name(key): needed for key, needed in trained.changes_of(plain).items()}
-    modes = {plain_part(key): mode for key, mode in trained.modes_of(plain).items()}
-    content = {plain_name(key): value for key, value in content.items()}
+    changes = {plain_name(key): needed for key, needed in trained.changes_of(module).items()}
+    modes = {plain_part(key): mode for key, mode in trained.modes_of(module).items()}
+    content = {plain_name(key): entry for key, entry in content.items()}
     beside = {VERSIONS: versions, GRADIENTS: changes, MODES: modes}
     return content | {key: facts for key, facts in beside.items() if facts or key == VERSIONS}
 
@@ -331,11 +332,11 @@ def merge_trees(first: Any, second: Any, key: object = None) -> Any:
     and that which this rank has alone.
 
     Dicts are united by key, lists of dicts entry by entry; a list under the key ``params`` gets the
-    entries of `second` that it lacks. In place of anything else there is `first`. `key` is that of
-    both in their parents. Raise ValueError where lists of dicts differ in length.
+    entries of `second` that it lacks. Any other entry is taken from `first`, if both have it. `key`
+    is that of both in their parents. Raise ValueError where lists of dicts differ in length.
     """
     if isinstance(first, dict):
-        common = {k: merge_trees(first[k], item, k) for k, item in second.items() if k in first}
+        common = {k: merge_trees(first[k], entry, k) for k, entry in second.items() if k in first}
         return type(first)({**first, **second, **common})
     if isinstance(first, list) and key == "params":
         return first + [entry for entry in second if entry not in first]

@@ -243,9 +243,9 @@ def read_index(folder: Path) -> Index:
     ]
     parts = [RankPart(*row) for row in index["parts"]]
     # A checkpoint may be another user's: no part of it may be a file elsewhere, of this user's.
-    if strange := {STATE, *(part.file for part in parts)} - manifest["files"].keys():
+    if unlisted := {STATE, *(part.file for part in parts)} - manifest["files"].keys():
         raise HpcDdpError(
-            f"the index of {folder} names {sorted(map(str, strange))[0]!r}, which is none of its"
+            f"the index of {folder} names {sorted(map(str, unlisted))[0]!r}, which is none of its"
             " files: hpc-ddp has not written it so",
             hint=f"go on from an earlier checkpoint: move {folder.name} elsewhere",
         )
@@ -273,8 +273,9 @@ def read_values(folder: Path, part: RankPart) -> dict[str, Any]:
 
 
 def reader_of(folder: Path, index: Index, rank: int | None) -> Reader:
-    """Return a reader of a checkpoint's tensors. Of tensors that each rank saved for itself it has
-    those of `rank`; if `rank` is None, the buffers alone, as the stage's first rank had them."""
+    """Return a reader of a checkpoint's tensors. Among the tensors that each rank saved for itself
+    it has those of `rank`; if `rank` is None, the buffers alone, as the stage's first rank had
+    them."""
     parts, parts_of_rank = list[Part](), set[int]()
     for writer, part in enumerate(index.parts):
         # A rank has one layout or, with a file of frozen weights, two.
