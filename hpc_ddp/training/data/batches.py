@@ -88,6 +88,9 @@ def _change_parts(batch: Any, change: Callable[[Any], Any]) -> Any:
         return {key: _change_parts(value, change) for key, value in batch.items()}
     if isinstance(batch, MutableMapping):  # a UserDict
         mapping = copy.copy(batch)
+        for name, content in [*getattr(mapping, "__dict__", {}).items()]:
+            if isinstance(content, (dict, MutableMapping)):  # the script's own one, still
+                setattr(mapping, name, copy.copy(content))
         mapping.update({key: _change_parts(value, change) for key, value in batch.items()})
         return mapping
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):  # a named tuple

@@ -74,8 +74,8 @@ def _iterate(
             yield batch.micro_batch, batch.content
     except HpcDdpError as error:
         if "in DataLoader worker process" in error.message:
-            # The traceback's last line is "NAME OF THE CLASS: message".
-            error.message = error.message.strip().splitlines()[-1].partition("Error: ")[2]
+            # A traceback ends with "NAME OF THE CLASS: message".
+            error.message = re.split(r"^[\w.]+Error: ", error.message.strip(), flags=re.M)[-1]
         raise
     except (RuntimeError, ConnectionError, EOFError) as error:
         death = _explain(error, getattr(iterator, "_workers", ()))

@@ -1,4 +1,5 @@
-"""Two loops, each left by ``break`` while a progress bar keeps it, and the best weights behind."""
+"""Two loops, each left by ``break`` while a progress bar keeps it, and the best weights behind. A
+scheduler is stepped behind `run.step`."""
 
 from __future__ import annotations
 
@@ -26,8 +27,9 @@ def main() -> None:
     torch.manual_seed(0)
     model = run.wrap(torch.nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.9)
     loader = run.loader(TensorDataset(torch.randn(48, 4)), batch_size=8)
-    run.track(model=model, optimizer=optimizer)
+    run.track(model=model, optimizer=optimizer, scheduler=scheduler)
     for total, last in ((4, 1), (6, 4)):
         bar = Bar(run.epochs(total))
         for epoch in bar:
@@ -36,6 +38,7 @@ def main() -> None:
                 run.backward(loss)
                 run.update(optimizer)
                 run.step(loss=loss)
+                scheduler.step()  # code behind `step` is part of the step
             run.best(epoch)
             if epoch == last:
                 break

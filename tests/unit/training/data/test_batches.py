@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import UserDict
+from collections.abc import Iterator, MutableMapping
 from typing import Any, NamedTuple
 
 import torch
@@ -40,6 +41,34 @@ def test_batches_of_other_libraries_are_moved() -> None:
     moved = move_to_device(features, meta)
     assert (type(moved), moved["ids"][0].device, moved["name"]) == (UserDict, meta, "n")
     assert features["ids"][0].device == CPU
+
+
+class Kept(MutableMapping[str, Any]):
+    """A mapping of a script's own, of which a copy has the same dict."""
+
+    def __init__(self, parts: dict[str, Any]) -> None:
+        self.parts = parts
+
+    def __getitem__(self, key: str) -> Any:
+        return self.parts[key]
+
+    def __setitem__(self, key: str, part: Any) -> None:
+        self.parts[key] = part
+
+    def __delitem__(self, key: str) -> None:
+        del self.parts[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.parts)
+
+    def __len__(self) -> int:
+        return len(self.parts)
+
+
+def test_a_mapping_that_a_data_set_keeps_stays_on_the_host() -> None:
+    kept = Kept({"ids": torch.ones(2)})
+    moved = move_to_device(kept, torch.device("meta"))
+    assert (moved["ids"].device.type, kept["ids"].device) == ("meta", CPU)
 
 
 def test_a_batch_that_can_move_itself_moves_without_a_wait() -> None:

@@ -121,6 +121,7 @@ def test_an_error_without_a_dead_worker_is_unchanged(
     ("message", "shown"),
     [
         ("Caught UsageError in DataLoader worker process 0.\nTrace\na.b.Error: no x\n", "no x"),
+        ("Caught A in DataLoader worker process 0.\nTrace\na.Error: no x:\n y\n", "no x:\n y"),
         ("two\nlines", "two\nlines"),
     ],
 )
