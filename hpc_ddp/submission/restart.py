@@ -81,6 +81,7 @@ def plan_rerun(
         all_indexes = f"0-{indexes[-1]}" if old.sweep else ",".join(map(str, indexes))
         changed.setdefault("array", all_indexes + array_bound(old.array))
     spec = _with_fields(old, changed)
+    _check_folder(spec)
     if not same_code:
         _check_script(spec, hint="hpc-ddp rerun --same-code takes the run's own copy")
     source = run if same_code else None
@@ -199,6 +200,7 @@ def plan_continuation(
             hint="a new run, without --run",
         )
     spec = _with_fields(spec, changed)
+    _check_folder(spec)
     if new_code or options.keys() & {"script", "snapshot"}:
         _check_script(spec, hint="name SCRIPT")
         return make_plan(spec, run, settings, is_new=False)
@@ -263,6 +265,15 @@ def _with_fields(spec: JobSpec, changed: Mapping[str, Any]) -> JobSpec:
             if key.replace("-", "_") in new:
                 new.setdefault(rival.replace("-", "_"), None)
     return replace(spec, **new)
+
+
+def _check_folder(spec: JobSpec) -> None:
+    """Raise UsageError where the job's working directory is gone, as a git work tree may be."""
+    if not Path(spec.chdir).is_dir():
+        raise UsageError(
+            f"the run's working directory {spec.chdir!r} does not exist any more",
+            hint="--chdir DIR",
+        )
 
 
 def _check_script(spec: JobSpec, hint: str) -> None:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import ast
 import itertools
 import os
-import re
 import shutil
 import stat
-import subprocess
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from filecmp import cmp
@@ -19,22 +17,16 @@ from typing import NoReturn
 from hpc_ddp.core.console.progress import ProgressBar
 from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.errors import UsageError
-from hpc_ddp.core.file_io import ROOT, drafted_folder, parse_python, read_json, write_json
+from hpc_ddp.core.file_io import drafted_folder, parse_python, read_json, write_json
 from hpc_ddp.core.file_owners import user_name
 from hpc_ddp.core.run_folder import RunFolder
+from hpc_ddp.submission.run_files import git_tree
 
 LIMIT_BYTES = 50 * 10**6
 LIMIT_FILES = 20_000
 # What trainings write; left out where it is large, and the rest is not.
 WEIGHTS = (".pt", ".pth", ".ckpt", ".safetensors", ".bin", ".npz", ".npy", ".h5", ".onnx")
 LARGE_BYTES = 10**6
-# A hook of git, or `git rebase --exec`, has these of a repository, which need not be the script's.
-_OF_A_REPOSITORY = {
-    *("GIT_DIR", "GIT_WORK_TREE", "GIT_COMMON_DIR", "GIT_INDEX_FILE", "GIT_PREFIX"),
-    *("GIT_OBJECT_DIRECTORY", "GIT_ALTERNATE_OBJECT_DIRECTORIES", "GIT_NAMESPACE"),
-}
-# The work tree may be another user's, where `safe.directory` lets git in: it runs nothing of it.
-GIT = ("git", "-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null")
 
 
 def next_place(script: Path, run: RunFolder) -> tuple[Path, Path]:
@@ -43,7 +35,7 @@ def next_place(script: Path, run: RunFolder) -> tuple[Path, Path]:
     for the script's work tree."""
     newest = run.newest_code
     target = run.code / (str(int(newest.name) + 1) if newest else "0")
-    return target, target / script.relative_to(_work_tree(script) or script.parent)
+    return target, target / script.relative_to(git_tree.find_work_tree(script) or script.parent)
 
 
 def take_snapshot(script: Path, run: RunFolder, exclude: Sequence[str]) -> None:
@@ -167,9 +159,11 @@ def select_files(script: Path, run: RunFolder, exclude: Sequence[str]) -> tuple[
     OSError
         a file can't be looked at
     """
-    tree, owners = _work_tree(script), _trusted_owners(script)
+    tree, owners = git_tree.find_work_tree(script), git_tree.trusted_owners(script)
     root = tree or script.parent
-    names = _list_git_files(root, run.root, owners) if tree else _list_plain_files(root, run.root)
+    names = (
+        git_tree.list_files(root, run.root, owners) if tree else _list_plain_files(root, run.root)
+    )
     names = _without_runs(root, names)
     return root, list(_select_within_limits(root, names, exclude, owners))
 
@@ -191,7 +185,7 @@ def find_newest(run: RunFolder, script: Path, is_module: bool = False) -> tuple[
     if note.get("script") == str(script) and "inside" in note:
         likely = Path(note["inside"])
     else:
-        likely = script.relative_to(_work_tree(script) or script.parent)
+        likely = script.relative_to(git_tree.find_work_tree(script) or script.parent)
     if newest_code and is_module:
         return newest_code, likely
     # The script may lie in another work tree by now.
@@ -229,81 +223,6 @@ def note_script(code: Path, script: Path, inside: Path) -> None:
 def _note_of_script(code: Path) -> Path:
     """Return the path of the note that `note_script` writes."""
     return code.with_name(f".script-{code.name}")
-
-
-def _call_git(folder: Path, *words: str) -> subprocess.CompletedProcess[bytes]:
-    """Call git in a folder, and return the ended process with its output, also after an error of
-    git; git fetches nothing from a remote. Raise FileNotFoundError without git."""
-    # To fetch a missing object of a partial clone, git would run the repository's sshCommand.
-    env = {n: text for n, text in os.environ.items() if n not in _OF_A_REPOSITORY}
-    env["GIT_ALLOW_PROTOCOL"] = "none"
-    return subprocess.run([*GIT, "-C", str(folder), *words], env=env, capture_output=True)
-
-
-def _work_tree(script: Path, owners: Set[int] = frozenset()) -> Path | None:
-    """Return the top of the git work tree that `script` lies in, as a parent of the script's own
-    path (a home may be a link). Return None without git or a work tree, where git refuses, where a
-    link from outside leads below the tree's top, and for a tree that has the user's home in it.
-    None also where the tree, its ``.git`` or the folder to which ``.git`` leads belongs to a user
-    who is not among the `owners` (empty: `_trusted_owners`): another user could make a tree above
-    the user's folder, as in /scratch, and decide which files belong to it."""
-    try:
-        top, git_folder = (
-            _call_git(script.parent, "rev-parse", word) for word in ("--show-toplevel", "--git-dir")
-        )
-    except FileNotFoundError:
-        return None
-    if top.returncode or git_folder.returncode:
-        return None
-    real_root, settings = (
-        script.parent / os.fsdecode(ended.stdout.removesuffix(b"\n")) for ended in (top, git_folder)
-    )
-    roots = (folder for folder in script.parents if os.path.realpath(folder) == str(real_root))
-    # A user without a home ("~" stays) counts as one with "/" as the home.
-    home = os.path.realpath(os.path.expanduser("~")) if os.path.expanduser("~") != "~" else "/"
-    if not (root := next(roots, None)) or Path(home).is_relative_to(real_root):
-        return None
-    marks = [path for path in (root, root / ".git", settings) if os.path.lexists(path)]
-    present = {mark.lstat().st_uid for mark in marks} | {settings.stat().st_uid}
-    return root if present <= (owners or _trusted_owners(script)) else None
-
-
-def _trusted_owners(script: Path) -> set[int]:
-    """Return the ids of the users whose files beside `script` count as the user's code: this user,
-    root, and the script's owner, whose code runs in any case."""
-    owners = {os.geteuid(), ROOT}
-    with suppress(OSError):  # of a module that has no file
-        owners.add(script.stat().st_uid)
-    return owners
-
-
-def _list_git_files(root: Path, runs: Path, owners: Set[int]) -> Iterator[str]:
-    """Yield the files of the work tree `root`, relative to it: tracked ones, and untracked ones
-    that are neither ignored nor in `runs`, the folder of all runs; also the files of submodules,
-    except those of users besides the `owners`. Notes on stderr name other git repositories in the
-    tree. A tracked file may be gone; a file in conflict comes several times. Raise UsageError where
-    git refuses."""
-    words = ["ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    runs, top = (Path(os.path.realpath(folder)) for folder in (runs, root))
-    if runs.is_relative_to(top) and runs != top:
-        # The signs that have a meaning in .gitignore are quoted.
-        pattern = re.sub(r"([*?\[\\ ])", r"\\\1", str(runs.relative_to(top)))
-        words.append(f"--exclude=/{pattern}/")
-    listing = _call_git(root, *words)
-    if listing.returncode:
-        reason = listing.stderr.decode(errors="replace").strip().partition("\n")[0]
-        raise UsageError(
-            f"git can't list the files of {root}: {reason}", hint=f"git -C {root} status"
-        )
-    for name in map(os.fsdecode, filter(None, listing.stdout.split(b"\0"))):
-        path = root / name
-        if name.endswith("/"):  # a clone that is no submodule, or a work tree
-            say(f"note: the copy of the code leaves out {name}, a git repository of its own")
-        elif not (path / ".git").exists() or path.is_symlink():
-            yield name
-        elif _work_tree(path / ".git", owners):  # a submodule
-            for inside in _list_git_files(path, runs, owners):
-                yield os.path.join(name, inside)
 
 
 def _list_plain_files(root: Path, runs: Path) -> Iterator[str]:

@@ -143,6 +143,21 @@ def test_a_run_that_has_begun_waits_for_no_job_of_long_ago(
     assert other.spec.dependency == "afterok:7"
 
 
+def test_a_run_whose_working_directory_is_gone_names_the_option(tmp_path: Path) -> None:
+    """As a git work tree that was removed: each job of the run ended at once."""
+    (tmp_path / "tree").mkdir()
+    (tmp_path / "tree" / "a.py").touch()
+    settings = Settings({"script": "a.py"})
+    run = plan.plan_new(settings, tmp_path / "tree", tmp_path / "runs").write().run
+    shutil.rmtree(tmp_path / "tree")
+    with pytest.raises(UsageError, match="working directory .*tree' does not exist any more"):
+        plan_continuation(run, {}, Settings({}), tmp_path)
+    with pytest.raises(UsageError, match="working directory .*tree' does not exist any more"):
+        plan_rerun(run, {}, {}, Settings({}), tmp_path, tmp_path / "runs", same_code=True)
+    moved = plan_continuation(run, {"chdir": "."}, Settings({}), tmp_path)
+    assert moved.spec.chdir == str(tmp_path)
+
+
 def test_a_script_that_is_named_is_new_code(tmp_path: Path) -> None:
     for name in ("a.py", "b.py"):
         (tmp_path / name).write_text(name)

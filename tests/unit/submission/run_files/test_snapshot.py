@@ -204,7 +204,7 @@ def test_the_repository_of_a_hook_is_not_the_scripts(
     monkeypatch.setenv("GIT_DIR", str(tmp_path / "other" / ".git"))
     monkeypatch.setenv("GIT_PREFIX", "")
     run = RunFolder(tmp_path / "runs" / "train" / "20260101-000000-abcd").make()
-    snapshot.take(project / "scripts" / "train.py", run, ())
+    snapshot.take_snapshot(project / "scripts" / "train.py", run, ())
     assert (run.code / "0" / "package" / "model.py").exists()
 
 
