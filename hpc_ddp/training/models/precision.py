@@ -5,9 +5,8 @@ from __future__ import annotations
 import gc
 import math
 import os
-from collections.abc import Collection, Iterator, Sequence, Set
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import wraps
+from collections.abc import Collection, Sequence, Set
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -101,7 +100,9 @@ class Precision:
         # Without gradients, as a GAN's in the first steps.
         is_idle = all(parameter.grad is None for parameter in parameters)
         worst: torch.Tensor | None = None
-        if self._scaler and (private or clip_norm is not None):
+        is_asked = scheduler is not None
+        is_unscaled = clip_norm is not None or (is_asked and not _skips_itself(optimizer))
+        if self._scaler and (private or is_unscaled):
             worst = self._unscale(self._scaler, optimizer, is_idle, bool(private))
         if clip_norm is not None:
             norm = clip_gradients(parameters, clip_norm, self._dims, self._device, private)
@@ -109,7 +110,7 @@ class Precision:
             optimizer.step()
             is_stepped = scheduler is None or worst is None or not worst.item()
         else:
-            is_stepped = self._step(optimizer, is_asked=scheduler is not None)
+            is_stepped = self._step(optimizer, is_asked)
         if is_stepped and scheduler is not None:
             scheduler.step()
         optimizer.zero_grad(set_to_none=True)
@@ -177,24 +178,28 @@ class Precision:
     def _step(self, optimizer: torch.optim.Optimizer, is_asked: bool) -> bool:
         """Step the optimizer, and return whether it did; False if fp16's scaler skipped the step.
         If the caller does not ask for the result (not `is_asked`), it may be True for a skipped
-        step, too.
+        step, too; else the gradients of an ordinary optimizer have to be unscaled.
 
-        The scaler's flags of an overflow lie on the device, behind the kernels of the step: a read
-        waits for the kernels. The scaler calls an ordinary optimizer only if it steps, which the
-        host sees. It always calls a fused optimizer, which skips the step on the device: its flags
-        are read if `is_asked`.
+        The scaler's flags of an overflow lie on the device. An ordinary optimizer's are read before
+        its step, as the scaler does: a read behind it waits for the kernels of the step. A fused
+        optimizer, which skips on the device, makes its flags in its step.
         """
         if self._scaler is None:
             optimizer.step()
             return True
         self._updated.add(id(optimizer))
-        with _note_calls(optimizer) as calls:
-            self._scaler.step(optimizer)
-        flags = list(self._scaler._found_inf_per_device(optimizer).values())
-        self._flags += flags
-        if is_asked and calls and getattr(optimizer, "_step_supports_amp_scaling", False):
-            return not any(flag.item() for flag in flags)
-        return bool(calls)
+        is_skipped = is_asked and not _skips_itself(optimizer) and self._has_overflow(optimizer)
+        self._scaler.step(optimizer)
+        self._flags += self._scaler._found_inf_per_device(optimizer).values()
+        if is_asked and _skips_itself(optimizer):
+            is_skipped = self._has_overflow(optimizer)
+        return not is_skipped
+
+    def _has_overflow(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether fp16's scaler has found an overflow in an optimizer's gradients; the host
+        waits for the device."""
+        flags = self._scaler._found_inf_per_device(optimizer) if self._scaler else {}
+        return any(flag.item() for flag in flags.values())
 
     def _choose_scale(self) -> None:
         """Choose fp16's next scale, after all updates of a step. Lower it also for an overflow
@@ -311,25 +316,6 @@ def make_deterministic(rank: int) -> None:
     torch.use_deterministic_algorithms(True)
 
 
-@contextmanager
-def _note_calls(optimizer: torch.optim.Optimizer) -> Iterator[list[None]]:
-    """A context that gives a list, which gets an entry for each call of ``optimizer.step`` in the
-    block. Replaces the method for the time of the block: a hook would miss the calls of a class
-    that leaves out torch's ``__init__``, as timm's Lookahead."""
-    calls: list[None] = []
-    step, attributes = optimizer.step, vars(optimizer)
-    before = attributes.get("step")  # of the object itself, if a scheduler has set it
-
-    @wraps(step)
-    def note_call(*args: Any, **options: Any) -> Any:
-        calls.append(None)
-        return step(*args, **options)
-
-    attributes["step"] = note_call
-    try:
-        yield calls
-    finally:
-        if before is None:
-            del attributes["step"]
-        else:
-            attributes["step"] = before
+def _skips_itself(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer skips a step with an overflow on the device, as fused ones do."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))

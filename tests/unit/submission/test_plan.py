@@ -150,9 +150,9 @@ def test_a_run_whose_working_directory_is_gone_names_the_option(tmp_path: Path) 
     settings = Settings({"script": "a.py"})
     run = plan.plan_new(settings, tmp_path / "tree", tmp_path / "runs").write().run
     shutil.rmtree(tmp_path / "tree")
-    with pytest.raises(UsageError, match="working directory .*tree' does not exist any more"):
+    with pytest.raises(UsageError, match=r"working directory .*tree' does not exist any more"):
         plan_continuation(run, {}, Settings({}), tmp_path)
-    with pytest.raises(UsageError, match="working directory .*tree' does not exist any more"):
+    with pytest.raises(UsageError, match=r"working directory .*tree' does not exist any more"):
         plan_rerun(run, {}, {}, Settings({}), tmp_path, tmp_path / "runs", same_code=True)
     moved = plan_continuation(run, {"chdir": "."}, Settings({}), tmp_path)
     assert moved.spec.chdir == str(tmp_path)
