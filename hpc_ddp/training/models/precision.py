@@ -30,6 +30,22 @@ NON_FINITE_WEIGHTS = "the weights have NaN or infinity in them"
 LEAST_SCALE = 2.0**-16  # 32 skipped steps in a row from where GradScaler starts
 
 
+class Scaler(torch.amp.GradScaler):
+    """A scaler that keeps whether its newest `step` has skipped an optimizer, by `has_skipped`. A
+    fused optimizer skips on the device: then it stays as it was."""
+
+    has_skipped = False
+
+    def _maybe_opt_step(
+        self, optimizer: torch.optim.Optimizer, optimizer_state: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Step the optimizer unless there is an overflow, as torch's own method, which keeps its
+        decision for itself; `optimizer_state` is the scaler's."""
+        flags = optimizer_state["found_inf_per_device"].values()
+        self.has_skipped = any(flag.item() for flag in flags)
+        return None if self.has_skipped else optimizer.step(*args, **kwargs)
+
+
 class Precision:
     """Autocast, loss scaling, the update of the weights, and the check that they are finite.
 
@@ -58,7 +74,7 @@ class Precision:
                 f"precision is 'bf16' on {name(device)}, which emulates it: steps are slow;"
                 " precision='fp16' is fast there"
             )
-        self._scaler = torch.amp.GradScaler(device.type) if kind == "fp16" else None
+        self._scaler = Scaler(device.type) if kind == "fp16" else None
         self._stop_on_nan = stop_on_nan
         self._watched = LivingModels[torch.nn.Module]()
         self._trained = TrainedParameters()  # none, until `watch_trained`
@@ -100,9 +116,7 @@ class Precision:
         # Without gradients, as a GAN's in the first steps.
         is_idle = all(parameter.grad is None for parameter in parameters)
         worst: torch.Tensor | None = None
-        is_asked = scheduler is not None
-        is_unscaled = clip_norm is not None or (is_asked and not _skips_itself(optimizer))
-        if self._scaler and (private or is_unscaled):
+        if self._scaler and (private or clip_norm is not None):
             worst = self._unscale(self._scaler, optimizer, is_idle, bool(private))
         if clip_norm is not None:
             norm = clip_gradients(parameters, clip_norm, self._dims, self._device, private)
@@ -110,7 +124,7 @@ class Precision:
             optimizer.step()
             is_stepped = scheduler is None or worst is None or not worst.item()
         else:
-            is_stepped = self._step(optimizer, is_asked)
+            is_stepped = self._step(optimizer, is_asked=scheduler is not None)
         if is_stepped and scheduler is not None:
             scheduler.step()
         optimizer.zero_grad(set_to_none=True)
@@ -178,28 +192,18 @@ class Precision:
     def _step(self, optimizer: torch.optim.Optimizer, is_asked: bool) -> bool:
         """Step the optimizer, and return whether it did; False if fp16's scaler skipped the step.
         If the caller does not ask for the result (not `is_asked`), it may be True for a skipped
-        step, too; else the gradients of an ordinary optimizer have to be unscaled.
-
-        The scaler's flags of an overflow lie on the device. An ordinary optimizer's are read before
-        its step, as the scaler does: a read behind it waits for the kernels of the step. A fused
-        optimizer, which skips on the device, makes its flags in its step.
-        """
+        step, too: for that of a fused optimizer the host would wait for the device."""
         if self._scaler is None:
             optimizer.step()
             return True
         self._updated.add(id(optimizer))
-        is_skipped = is_asked and not _skips_itself(optimizer) and self._has_overflow(optimizer)
+        self._scaler.has_skipped = False
         self._scaler.step(optimizer)
-        self._flags += self._scaler._found_inf_per_device(optimizer).values()
-        if is_asked and _skips_itself(optimizer):
-            is_skipped = self._has_overflow(optimizer)
-        return not is_skipped
-
-    def _has_overflow(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether fp16's scaler has found an overflow in an optimizer's gradients; the host
-        waits for the device."""
-        flags = self._scaler._found_inf_per_device(optimizer) if self._scaler else {}
-        return any(flag.item() for flag in flags.values())
+        flags = self._scaler._found_inf_per_device(optimizer).values()
+        self._flags += flags
+        if is_asked and getattr(optimizer, "_step_supports_amp_scaling", False):
+            return not any(flag.item() for flag in flags)
+        return not self._scaler.has_skipped
 
     def _choose_scale(self) -> None:
         """Choose fp16's next scale, after all updates of a step. Lower it also for an overflow
@@ -314,8 +318,3 @@ def make_deterministic(rank: int) -> None:
             )
     torch.backends.cudnn.benchmark = False
     torch.use_deterministic_algorithms(True)
-
-
-def _skips_itself(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer skips a step with an overflow on the device, as fused ones do."""
-    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
