@@ -150,7 +150,7 @@ def _write_numbers(result: Conversion, numbers: Mapping[str, int], reader: Reade
     fixed = {name for s in reader.statements for name in (s.name, *s.sets)}
     launches = [s.launch for s in reader.statements if s.launch and s.in_task]
     if any(launch.tasks or launch.tasks_per_node for launch in launches):
-        fixed |= {f"SLURM_{name}" for name in _OF_STEP.split()} - reader.of_batch
+        fixed |= {f"SLURM_{name}" for name in _OF_STEP.split()} - reader.batch_variables
     numbers = {name: number for name, number in numbers.items() if name not in fixed}
     changed = _OF_TASKS if _has_fewer_tasks(result, numbers) else _OF_GPUS
 

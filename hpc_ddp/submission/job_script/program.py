@@ -87,7 +87,7 @@ def _make_writer(result: Conversion, reader: Reader) -> ArgumentWriter:
     return ArgumentWriter(
         result,
         names,
-        reader.of_batch,
+        reader.batch_variables,
         of_tasks,
         scope.is_open,
         has_arguments=scope.arguments_are_set,

@@ -28,7 +28,8 @@ from hpc_ddp.submission.job_script.launchers.launch import Launch
 from hpc_ddp.submission.job_script.launchers.options import is_option_of_step
 from hpc_ddp.submission.job_script.secrets import MARK, is_secret
 from hpc_ddp.submission.job_script.statements.names import names_of_files
-from hpc_ddp.submission.job_script.statements.reader import OF_ARGUMENTS, Reader
+from hpc_ddp.submission.job_script.statements.reader import Reader
+from hpc_ddp.submission.job_script.statements.reading import OF_ARGUMENTS
 from hpc_ddp.submission.job_script.statements.refusals import Refusals
 from hpc_ddp.submission.job_script.statements.statement import (
     Statement,
@@ -125,7 +126,7 @@ class Sorter:
             return Fate(OURS, "it changes what hpc-ddp decides")
         if statement.defines and statement.defines not in self._needed:
             return Fate(OURS, "a function that nothing calls")
-        if reason := self._refusals.reason(DECIDED, statement, is_after):
+        if reason := self._refusals.find_reason(DECIDED, statement, is_after):
             return Fate(OURS, reason)
         if is_print and (self._prints_ours(statement) or (statement.in_task and is_after)):
             return Fate(OURS, "it prints a variable that is left out")

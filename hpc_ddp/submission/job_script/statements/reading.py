@@ -1,0 +1,148 @@
+"""The state of reading a job script: the statements so far, and the place that is read now."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from hpc_ddp.core.job.variables import is_of_hpc_ddp
+from hpc_ddp.submission.job_script.bash import syntax
+from hpc_ddp.submission.job_script.bash.scope import Scope
+from hpc_ddp.submission.job_script.bash.syntax import Node, names_set_in, source
+from hpc_ddp.submission.job_script.bash.words import Part, Word
+from hpc_ddp.submission.job_script.conversion import TAKEN, Mark
+from hpc_ddp.submission.job_script.statements.open_commands import extends_launch
+from hpc_ddp.submission.job_script.statements.statement import (
+    Place,
+    Statement,
+    names_set_by_calls,
+)
+
+OF_ARGUMENTS = "it uses the job script's own arguments"
+
+
+class Reading:
+    """The statements that `Reader` has read so far.
+
+    Attributes
+    ----------
+    scope
+        the variables at the place that is read now
+    resolved
+        (group, reason), by line, of lines that are no part of a statement: they only choose among
+        others (``if``, ``fi``), or do not run
+    node_variables, batch_variables
+        the variables of loops over the nodes; those whose values the batch script puts into the
+        text of a ``bash -c``
+    child_shells
+        each ``( … )`` and ``bash -c`` with a launch, as one statement; the index is its number
+    open_commands
+        the assignments, by name, of variables to which a condition or a loop adds words of a
+        launch (`open_commands`)
+    """
+
+    def __init__(self, scope: Scope) -> None:
+        self.scope = scope
+        self.statements: list[Statement] = []
+        self.resolved: dict[int, Mark] = {}
+        self.node_variables: set[str] = set()
+        self.batch_variables: set[str] = set()
+        self.child_shells: list[Statement] = []
+        self.open_commands: dict[str, list[Statement]] = {}
+        self._functions: dict[str, tuple[Node, Statement, Place]] = {}
+        self._place = Place()
+        self._exports_all = False  # by `set -a`
+        self._shells: tuple[int, ...] = ()  # the numbers of the child shells that are being read
+
+    @contextmanager
+    def _child_shell(
+        self, node: Node, arguments: Sequence[Word] | None, arguments_are_set: bool
+    ) -> Iterator[None]:
+        """Have the statements within the context read as those of a child shell, `node`, which gets
+        a number in `child_shells`. The shell's variables and functions end with it. For its
+        arguments see `Scope`."""
+        text = source(node).strip()
+        shell = Statement(text, self._at(node), in_task=self._place.in_task, shells=self._shells)
+        self.child_shells.append(shell)
+        before = self.scope, self._functions, self._exports_all, self._shells
+        self.scope = self.scope.child(arguments, arguments_are_set)
+        self._functions = {**self._functions}
+        self._shells = (*self._shells, len(self.child_shells) - 1)
+        yield
+        before[0].is_open |= self.scope.is_open  # for the launch's own variables
+        self.scope, self._functions, self._exports_all, self._shells = before
+
+    def _at(self, node: Node) -> tuple[int, int]:
+        """Return the first and the last line of a node in the script, from 1. In a text whose lines
+        are not the script's, as of an ``eval``, these are the lines of the statement around it."""
+        shift, (first, last) = self._place.shift or 0, syntax.lines_of(node)
+        if self._place.lines and self._place.shift is None:
+            return self._place.lines
+        return first + shift, last + shift
+
+    def _resolve(self, node: Node, reason: str, group: str = TAKEN) -> None:
+        """Note group and reason, in `resolved`, for those lines of a node that have none there."""
+        for line in range(self._at(node)[0], self._at(node)[1] + 1):
+            self.resolved.setdefault(line, (group, reason))
+
+    def _add(self, node: Node, text: str = "", **attributes: Any) -> Statement:
+        """Append a statement of `text`, else of the node's own, with the `attributes` of
+        `Statement`, and return it. For a command or block, which is neither an assignment, a launch
+        nor a definition, the scope forgets what it may change (`_forget_changes`). A statement that
+        uses arguments which the job does not have is lost."""
+        text = text or source(node).strip()
+        statement = Statement(
+            text, self._at(node), in_task=self._place.in_task, shells=self._shells, **attributes
+        )
+        if not (statement.name or statement.launch or statement.defines):
+            self._forget_changes(statement, node)
+        if not (statement.launch or statement.defines or self.scope.arguments_are_set):
+            self._settle_arguments(statement)
+        self.statements.append(statement)
+        return statement
+
+    def _forget_changes(self, statement: Statement, node: Node) -> None:
+        """Set the variables that a command or block, `node`, may set as `sets` of its statement,
+        and have the scope forget their values. A variable that holds a launch, and only gets more
+        words, is left open: its assignments so far go to `open_commands`."""
+        statement.sets = names_set_in(node)
+        names = statement.sets | names_set_by_calls(node, self._functions)
+        growing = {n for n in statement.sets if extends_launch(n, node, self.scope, self._place)}
+        self.scope.forget_changes(statement.text, statement.first, names, growing)
+        for name in growing - self.open_commands.keys():
+            before = [s for s in self.statements if s.name == name and not s.in_task]
+            self.open_commands[name] = before
+
+    def _settle_arguments(self, statement: Statement) -> None:
+        """Set `lost` of a statement that uses the arguments of the script or of a function. An
+        assignment that does so where they are known gets their values into its text."""
+        if not syntax.uses_arguments(statement.text, are_none=self.scope.lacks_arguments):
+            return
+        if self.scope.arguments is None:
+            statement.lost = statement.lost or OF_ARGUMENTS
+        elif statement.name and isinstance(statement.assigned, Word):
+            statement.text = f"{statement.name}={statement.assigned.as_bash()}"
+        else:
+            statement.lost = statement.lost or "it uses the arguments of its function"
+
+    def _name_outer_code(self, word: Word, node: Node) -> Word:
+        """Return the text of a ``bash -c``, `word`, with a variable ``VALUE_1``, ``VALUE_2`` … in
+        place of each part that only the batch script can expand: code that is no plain name, and
+        variables of hpc-ddp's that the script sets. Append the assignments of these variables to
+        the statements of the batch script, with the first line of `node`."""
+        parts = list(word.parts)
+        for index, part in enumerate(parts):
+            is_ours = is_of_hpc_ddp(part.name) and part.name in self.scope.values
+            if part.is_code and (not part.name or is_ours):
+                count = sum(name.startswith("VALUE_") for name in self.scope.values)
+                name = f"VALUE_{count + 1}"
+                content = Word((part,)) if part.text.startswith("$((") else None  # arithmetic
+                self.scope.set(name, self.scope.values[part.name] if is_ours else content)
+                text, place = f'{name}="{part.text}"', self._place
+                self._place = replace(place, step="", in_image=False)  # it is the batch script's
+                statement = self._add(node, text, name=name, of_script=False)
+                statement.lines = (statement.lines[0],) * 2
+                parts[index], self._place = Part(f"${{{name}}}", is_code=True), place
+        return Word(tuple(parts))
