@@ -42,8 +42,8 @@ _OF_A_COMMAND = re.compile(r"(?:^|[\s=\"'])(?:--?\w|\S+\.py\b|srun|torchrun|pyth
 
 
 class Fate(NamedTuple):
-    """The group of a statement; its key, or the reason for the group; and the set-up
-    or clean-up line that it becomes, else ''."""
+    """What becomes of a statement: its group (TAKEN, OURS or LOST); for TAKEN mostly the key of a
+    project file, else the reason; and the set-up or clean-up line that it becomes, '' for none."""
 
     group: str
     reason: str
@@ -51,7 +51,7 @@ class Fate(NamedTuple):
 
 
 class Sorter:
-    """Sorts the statements of `reader` into set-up and clean-up lines, variables, and the rest, in
+    """Sorts the statements of `reader` into set-up and clean-up lines, variables, and others, in
     `result`, where each line gets a group (TAKEN, OURS or LOST) and a reason.
 
     A line stays if it does something; an assignment stays if it is exported, or if the launch or a
@@ -70,37 +70,42 @@ class Sorter:
         self._statements = reader.statements
         self._not_set, self._shell_names = reader.scope.not_set, reader.scope.shell_names
         self._numbers = reader.scope.numbers
-        # Names of assignments in tasks, and of command lines.
-        self._inner = {s.name for s in self._statements if s.name and s.in_task}
+        # Variables that tasks set, and those that hold command lines.
+        self._of_tasks = {s.name for s in self._statements if s.name and s.in_task}
         self._commands = {
             s.name for s in self._statements
             if s.name and isinstance(s.assigned, Word) and is_command(s.assigned)
             and _OF_A_COMMAND.search(s.assigned.text)
         }  # fmt: skip
-        self.kept: set[str] = set()  # variables and functions of lines that stay
-        self._needed: set[str] = set()  # by the launch or a line that stays
-        self._needed_before: set[str] = set()  # by set-up lines
-        self._needed_after: set[str] = set()  # by clean-up lines, which have a shell of their own
-        self._functions_after: list[TextAt] = []  # definitions that these lines need
+        self.kept: set[str] = set()  # variables and functions that lines which stay set
+        # Variables and functions that are needed: by the launch or a line that stays, by set-up
+        # lines, and by clean-up lines, which have a shell of their own.
+        self._needed: set[str] = set()
+        self._needed_before: set[str] = set()
+        self._needed_after: set[str] = set()
+        self._functions_after: list[TextAt] = []  # definitions that clean-up lines need
         self._in_launch: set[str] = set()  # variables whose values stand in the launch
-        self._brought_at = first_load(self._statements)
+        self._first_load = first_load(self._statements)
         self._of_files: Set[str] | None = frozenset()  # names in files that lines load; None: any
 
     def take_statements(self) -> None:
-        """Put all statements but the launch into the conversion: set-up and clean-up lines,
-        variables, and each line's group. Changes `lost` and `decided` of statements."""
+        """Put all statements but the launch into `result`: set-up and clean-up lines, variables,
+        and each line's group. Change `lost` and `decided` of statements, and set
+        ``result.unknown``. To be called once."""
         self.result.unknown, self._at = self._refusals.set_reasons()
         names = {n for word in self.launch.words for n in word.names} if self.launch else set()
         self._needed |= {n for n in names if not is_of_hpc_ddp(n) or n in self._refusals.assigned}
         traps = (s for s in self._statements if ON_EXIT.match(s.text) and not s.lost)
-        self._needed |= {name for trap in traps for name in trap.names}  # also functions behind it
+        # A trap may call functions that are defined behind it.
+        self._needed |= {name for trap in traps for name in trap.names}
         lines: list[tuple[str, str, int]] = []
+        # From the last statement on: later ones tell which variables are needed.
         for index, statement in reversed([*enumerate(self._statements)]):
             if statement.launch is None or statement.lost:
-                group, key, text = self._sort(statement, index)
-                self.result.mark(*statement.lines, group, key)
-                if text:
-                    lines.append((key, text, statement.lines[0]))
+                group, reason, text = self._sort(statement, index)
+                self.result.mark(*statement.lines, group, reason)
+                if text:  # then the reason is its key
+                    lines.append((reason, text, statement.lines[0]))
             elif statement.launch is self.launch:
                 self._in_launch = statement.names
                 self.result.mark(*statement.lines, TAKEN, "the launch")
@@ -111,8 +116,9 @@ class Sorter:
         self.result.env = dict(reversed(self.result.env.items()))
 
     def _sort(self, statement: Statement, index: int) -> Fate:
-        """Put a statement's ``chdir`` and variables into the conversion, and return what becomes of
-        it. Called for the last statement first: later ones say which variables are needed."""
+        """Return what becomes of a statement. Put its variable or ``chdir`` into `result`, and note
+        the names that it needs: so it must be called for the last statement first. Its set-up or
+        clean-up line is left to the caller."""
         is_after = index > self._at
         is_print = bool(PRINTS.match(statement.text))
         if statement.lost == OF_ARGUMENTS and self._is_unused(statement):
@@ -121,37 +127,61 @@ class Sorter:
             group = LOST if statement.lost else OURS
             return Fate(group, statement.lost or statement.decided)
         if statement.name:
-            return self._assignment(statement, index)
+            return self._sort_assignment(statement, index)
         if statement.sets and not statement.defines and all(map(is_of_hpc_ddp, statement.sets)):
             return Fate(OURS, "it changes what hpc-ddp decides")
         if statement.defines and statement.defines not in self._needed:
             return Fate(OURS, "a function that nothing calls")
         if reason := self._refusals.find_reason(DECIDED, statement, is_after):
             return Fate(OURS, reason)
-        if is_print and (self._prints_ours(statement) or (statement.in_task and is_after)):
+        if is_print and (self._prints_left_out(statement) or (statement.in_task and is_after)):
             return Fate(OURS, "it prints a variable that is left out")
         if statement.in_task and is_after:
             return Fate(LOST, "after the program, in each task: there is no such key")
-        folder = self._folder(statement, index)
+        folder = self._find_folder(statement, index)
         if folder == self._start:
             return Fate(OURS, "the job runs there already")
         if folder:
-            self._enter(folder, statement.lines[0])
+            self._set_chdir(folder, statement.lines[0])
             return Fate(TAKEN, "chdir")
-        return self._keep(statement, statement.text, is_after)
+        return self._keep_as_line(statement, statement.text, is_after)
 
     def _is_unused(self, statement: Statement) -> bool:
-        """Return whether a statement assigns a variable that nothing else needs, be it lost."""
+        """Return whether a statement assigns a variable that is not exported, and that neither the
+        launch, a file that a line loads, nor any other statement needs."""
         needs = {n for s in self._statements if s is not statement for n in s.names}
-        is_own = statement.name and not statement.exported and self._of_files is not None
-        return bool(is_own and self.launch and statement.name not in self._needed | needs)
+        is_local = statement.name and not statement.exported and self._of_files is not None
+        return bool(is_local and self.launch and statement.name not in self._needed | needs)
 
-    def _keep(self, statement: Statement, text: str, is_after: bool) -> Fate:
-        """Make a set-up line, or with `is_after` a clean-up line, of a statement; note what it sets
-        and needs. The batch script's variables in a task's line go to ``expand``. A function that
-        clean-up lines need is defined for them, too, or for them alone: then the line is ''."""
+    def _keep_as_line(self, statement: Statement, text: str, is_after: bool) -> Fate:
+        """Return the set-up line, or with `is_after` the clean-up line, that a statement becomes:
+        its `text`, with a note in `result` where it is changed. Note the names that it sets and
+        needs. The batch script's variables in a task's line go to ``expand``.
+
+        A function that clean-up lines need is also defined for them; the line is '' if set-up lines
+        do not need it.
+        """
         key = "teardown" if is_after else "setup"
         is_before = not is_after
+        text = self._limit_line(statement, text)
+        if is_before and statement.defines in self._needed_after:
+            self._functions_after.append((text, statement.lines[0]))
+            is_after, is_before = True, statement.defines in self._needed_before
+            key, text = ("setup", text) if is_before else ("teardown", "")
+        if statement.in_task:
+            key = "node-setup" if self.launch and self.launch.kind else "worker-setup"
+            for name in sorted(statement.names - self._of_tasks):
+                # `expand` exports it for the task.
+                if not OF_A_JOB.fullmatch(name) and f"${name}" in text.replace("{", ""):
+                    self.result.append("expand", name, statement.lines[0])
+        self.kept |= {statement.name, statement.defines, *statement.sets}
+        self._note_needs(statement, is_before, is_after)
+        return Fate(TAKEN, key, text)
+
+    def _limit_line(self, statement: Statement, text: str) -> str:
+        """Return the text of a line: of a trap for the script's end and signals only that for the
+        end; of a statement that deletes (`is_once`) one that does so in a run's first attempt. Both
+        get a note."""
         trap = ON_EXIT.fullmatch(text)
         if trap and {*trap["signals"].split()} - {"EXIT", "0"}:
             text = f"{trap['trap']} EXIT"
@@ -161,32 +191,27 @@ class Sorter:
             text = f"{ATTEMPTED} || {{ {text}; }}"
             reason = "deletes in the first attempt alone: later ones go on with what is there"
             self.result.note(statement.lines[0], reason)
-        if not is_after and statement.defines in self._needed_after:
-            self._functions_after.append((text, statement.lines[0]))
-            is_after, is_before = True, statement.defines in self._needed_before
-            key, text = ("setup", text) if is_before else ("teardown", "")
-        if statement.in_task:
-            key = "node-setup" if self.launch and self.launch.kind else "worker-setup"
-            for name in sorted(statement.names - self._inner):  # exported for the task
-                if not OF_A_JOB.fullmatch(name) and f"${name}" in text.replace("{", ""):
-                    self.result.append("expand", name, statement.lines[0])
-        self.kept |= {statement.name, statement.defines, *statement.sets}
-        names = {
-            name for s in with_functions(statement, self._refusals.functions) for name in s.names
-        }
+        return text
+
+    def _note_needs(self, statement: Statement, is_before: bool, is_after: bool) -> None:
+        """Note the variables and functions that a line needs, by itself, by functions that it
+        calls, and by a file that it loads: in the set-up lines (`is_before`), in the clean-up lines
+        (`is_after`), or in both."""
+        functions = self._refusals.functions
+        names = {name for s in with_functions(statement, functions) for name in s.names}
         self._needed |= names
         self._needed_before |= names if is_before else set()
-        moves = any(s.first in ("cd", "pushd") for s in self._statements)
-        folder = "" if moves else self._start  # of no known place: a file there can't be read
-        of_files = names_of_files(statement, folder) if is_before else frozenset()
-        is_known = self._of_files is not None and of_files is not None
-        self._of_files = self._of_files | of_files if is_known else None  # type: ignore[operator]
         self._needed_after |= names if is_after else set()
-        return Fate(TAKEN, key, text)
+        has_moves = any(s.first in ("cd", "pushd") for s in self._statements)
+        folder = "" if has_moves else self._start  # '': relative paths are not known
+        of_files = names_of_files(statement, folder) if is_before else frozenset()
+        is_any = self._of_files is None or of_files is None
+        self._of_files = None if is_any else self._of_files | of_files  # type: ignore[operator]
 
-    def _prints_ours(self, statement: Statement) -> bool:
-        """Return whether a print, not into a file, names a variable that is left out: hpc-ddp's,
-        that of a command line in the launch, or one that nothing needs and only bash knows."""
+    def _prints_left_out(self, statement: Statement) -> bool:
+        """Return whether a print, not into a file or another command, names a variable that is left
+        out: one of hpc-ddp's, but for Slurm's; one of a command line in the launch; or one that no
+        line needs and whose value only bash knows."""
         values = {name: s.assigned for name, s in self._refusals.assigned.items() if not s.exported}
         lines = (s for s in self._statements if not (s.name or s.launch or s.lost or s.decided))
         of_lines = {name for s in lines if not PRINTS.match(s.text) for name in s.names}
@@ -198,11 +223,11 @@ class Sorter:
             for name in statement.names
         )
 
-    def _folder(self, statement: Statement, index: int) -> str:
-        """Return the folder of a ``cd code || exit`` if it is known, and can be the job's from its
-        start: the ``cd`` is the only one before the launch, and either no line before it names a
-        file by a relative path, or the folder is that of the job's start. '' for another
-        statement."""
+    def _find_folder(self, statement: Statement, index: int) -> str:
+        """Return the folder of a ``cd FOLDER`` or ``cd FOLDER || exit`` if it is known, and can be
+        the job's from its start: no other line before the launch changes the folder, and none
+        before this one, of an `index`, names a file by a relative path, unless the folder is that
+        of the job's start. '' for any other statement. The home folder is ``~``."""
         before = self._statements[: self._at]
         moves = [s for s in before if re.search(r"(^|[\s;&])(cd|pushd|popd)\b", s.text)]
         match = re.fullmatch(r"cd (\S+?)/?(\s*\|\|\s*(exit|\{).*)?", statement.text, re.S)
@@ -215,26 +240,25 @@ class Sorter:
             return ""
         return text if "$" not in text and (word.is_static or text[:1] == "~") else ""
 
-    def _enter(self, folder: str, line: int) -> None:
-        """Set ``chdir`` to `folder`; where a directive has set it, to an absolute path from there.
-        ``output`` and ``error`` become absolute: Slurm opens them before the job's ``cd``."""
+    def _set_chdir(self, folder: str, line: int) -> None:
+        """Set ``chdir`` to `folder`, of a `line`; where a directive has set it, to an absolute path
+        from there. Relative ``output`` and ``error`` become absolute, from the folder that the
+        script starts in: Slurm would open them in ``chdir``."""
         values, is_moved = self.result.values, "chdir" in self.result.values
         for key in {"output", "error"} & values.keys():
             name, at = values[key]
             values[key] = os.path.normpath(os.path.join(self._start, name)), at
-        place = os.path.join(self._start, os.path.expanduser(folder)) if is_moved else folder
-        values["chdir"] = place, line
+        path = os.path.join(self._start, os.path.expanduser(folder)) if is_moved else folder
+        values["chdir"] = path, line
 
-    def _assignment(self, statement: Statement, index: int) -> Fate:
-        """Put a used variable into the conversion (`_write_variable`), of a secret only the name;
-        return what becomes of the assignment."""
+    def _sort_assignment(self, statement: Statement, index: int) -> Fate:
+        """Return what becomes of an assignment, and put a variable that is used into `result`
+        (`_write_variable`). A secret's value goes to ``result.secrets``, and its name to
+        ``env-names`` if it is used; so does a placeholder, ``<yours>``."""
         name, assigned = statement.name, statement.assigned
         content = assigned.text if isinstance(assigned, Word) else ""
-        is_only_there = name in self._in_launch & self._commands and not statement.in_task
+        is_used = self._is_used(statement)
         self._in_launch |= statement.names if name in self._in_launch else set()
-        is_used = (statement.exported and not is_only_there) or name in self._needed
-        is_of_batch = statement.of_script and not (statement.in_task or is_of_hpc_ddp(name))
-        is_used |= is_of_batch and (self._of_files is None or name in self._of_files)
         if is_secret(name, content) or content.startswith("<"):
             self.result.secrets[name] = content
             if is_used:
@@ -247,8 +271,8 @@ class Sorter:
                 return Fate(OURS, "the step has the job's numbers, and its variables")
             text = f"{name} would change hpc-ddp's step: an option of srun in its place"
             return Fate(LOST, text)
-        if name == "IFS":  # how bash splits the lines behind it
-            return self._keep(statement, statement.text, index > self._at)
+        if name == "IFS":  # it says how bash splits the lines behind it
+            return self._keep_as_line(statement, statement.text, index > self._at)
         if is_of_hpc_ddp(name) and (name not in self._needed or statement.in_task):
             return Fate(OURS, f"workers have hpc-ddp's {name}, if any")
         if is_used or statement.in_task:
@@ -259,16 +283,31 @@ class Sorter:
             return Fate(TAKEN, "its value, where it is used")
         return Fate(OURS, "nothing that is left needs it")
 
+    def _is_used(self, statement: Statement) -> bool:
+        """Return whether an assignment has to stay: the launch or a line that stays needs its
+        variable, a file that a line loads may, or it is exported. An exported command line that
+        only the launch is made of need not."""
+        name = statement.name
+        is_only_in_launch = name in self._in_launch & self._commands and not statement.in_task
+        is_of_batch = statement.of_script and not (statement.in_task or is_of_hpc_ddp(name))
+        is_of_file = is_of_batch and (self._of_files is None or name in self._of_files)
+        is_exported = statement.exported and not is_only_in_launch
+        return is_exported or name in self._needed or is_of_file
+
     def _write_variable(self, statement: Statement, index: int, is_used: bool) -> Fate:
-        """Put a variable that the shell passes on into ``env-names``, or one that can be there into
-        ``env``, if `is_used`. Else it becomes a set-up or clean-up line, for which it is exported
-        where later ones, or a task, need it. Return what becomes of the assignment."""
+        """Put the variable of an assignment into `result`, and return what becomes of that.
+
+        If `is_used`, one that the submitting shell passes on goes to ``env-names``, and one for
+        ``env`` (`_is_for_env`) goes there. Any other becomes a set-up or clean-up line, in which it
+        is exported where clean-up lines, or tasks, need it.
+        """
         name, assigned, line = statement.name, statement.assigned, statement.lines[0]
-        text = statement.text.partition("=")[2]
-        is_passed = re.fullmatch(rf'"?\$(?:{name}|\{{{name}(?::?-)?\}})"?', text)
+        value_text = statement.text.partition("=")[2]
+        # A=$A and A=${A:-}, the first time that A is set; with a default, only if the shell has A.
+        is_passed = re.fullmatch(rf'"?\$(?:{name}|\{{{name}(?::?-)?\}})"?', value_text)
         is_first = not any(name in {s.name, *s.sets} for s in self._statements[:index])
-        is_needed = "-" not in text or name in self._shell_names
-        if is_used and is_passed and is_needed and is_first and index < self._brought_at:
+        is_needed = "-" not in value_text or name in self._shell_names
+        if is_used and is_passed and is_needed and is_first and index < self._first_load:
             self.result.append("env-names", name, line)
             return Fate(TAKEN, "env-names")
         if is_used and self._is_for_env(statement, index) and isinstance(assigned, Word):
@@ -278,24 +317,31 @@ class Sorter:
                 self.result.append("expand", variable, line)
             return Fate(TAKEN, "env")
         is_after = index > self._at
-        later = name in self._needed_after and not is_after
-        is_exported = statement.exported or later or statement.in_task
-        if later and isinstance(assigned, list):
+        is_for_teardown = name in self._needed_after and not is_after
+        is_exported = statement.exported or is_for_teardown or statement.in_task
+        if is_for_teardown and isinstance(assigned, list):
             self.result.note(line, f"${name} is an array: teardown does not have it")
         text = f"export {statement.text}" if is_exported else statement.text
-        return self._keep(statement, text, is_after)
+        return self._keep_as_line(statement, text, is_after)
 
     def _is_for_env(self, statement: Statement, index: int) -> bool:
         """Return whether an assignment can stand in ``[env]``, which is set before the set-up lines
-        run: the batch script exports it, only variables of every job are in its value, its name is
-        none of hpc-ddp's and in no line before, no such line loads what may set it, and it is no
-        secret."""
+        run. For that it must be
+
+        - an export of the batch script, and its name neither a secret's nor one of hpc-ddp's
+        - in front of any line that loads a file or module, and of other lines that have its name
+        - of text and plain names of variables that each job has, that the script does not set, and
+          that are the same on all nodes
+        """
         assigned, name = statement.assigned, statement.name
+        if not isinstance(assigned, Word) or is_secret(name) or is_of_hpc_ddp(name):
+            return False
         is_earlier = any(name in {s.name, *s.names, *s.sets} for s in self._statements[:index])
-        is_late = is_earlier or index > self._brought_at or is_of_hpc_ddp(name)
-        is_ready = statement.exported and not (statement.in_task or is_late)
-        is_ready = is_ready and not any(map(is_of_worker, statement.names))
-        return bool(is_ready and isinstance(assigned, Word) and not is_secret(name)) and all(
-            OF_A_JOB.fullmatch(n) and n not in {name, *self._refusals.assigned, *self._not_set}
-            for n in (part.name for part in assigned.code)  # type: ignore[union-attr]
-        )
+        is_late = is_earlier or index > self._first_load
+        if is_late or statement.in_task or not statement.exported:
+            return False
+        if any(map(is_of_worker, statement.names)):
+            return False
+        set_in_script = {name, *self._refusals.assigned, *self._not_set}
+        names = [part.name for part in assigned.code]  # '' for code that is no plain name
+        return all(OF_A_JOB.fullmatch(n) and n not in set_in_script for n in names)
