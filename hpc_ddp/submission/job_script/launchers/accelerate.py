@@ -41,6 +41,7 @@ _ACCELERATE_FLAGS = re.compile(
 
 ACCELERATE = Options(_ACCELERATE_USES, _ACCELERATE_FLAGS)
 
+# Values of options that are those without the option.
 ACCELERATE_DEFAULTS = {"dynamo-backend": "no", "deepspeed-multinode-launcher": "standard"}
 
 # Keys of Accelerate's YAML that describe the job itself.
@@ -62,8 +63,10 @@ _OF_FSDP = {
 
 
 def read_accelerate(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
-    """Read ``accelerate launch`` and its program; return no words. Its options become the variables
-    that it would set; one without a variable is lost. Its other commands are no launch."""
+    """Read ``accelerate launch`` and its program; return no words. Its options become variables in
+    `launch`, as it would set them; an option without a variable is marked as lost, unless it is in
+    `ACCELERATE_DEFAULTS`. The options of an srun around it are forgotten. Other commands of
+    ``accelerate`` are no launch."""
     if [word.text for word in words[1:2]] != ["launch"]:
         return []
     launch.kind, launch.weight, launch.options = "accelerate", 4, {}
@@ -71,21 +74,23 @@ def read_accelerate(words: list[Word], launch: Launch, scope: Scope) -> list[Wor
     launch.take_program(launch.take_options(words[1:], ACCELERATE, scope))
     for name, (operand, line) in launch.options.items():
         text = operand.text if operand else "true"
-        if variable := accelerate_variable(name, text):
+        if variable := find_variable(name, text):
             constant = literal(variable[1], line)
             launch.env[variable[0]] = operand if operand and operand.code else constant
             launch.passed_on.add(variable[0])
         elif ACCELERATE_DEFAULTS.get(name) == text.lower():
             launch.mark(line, OURS, f"launch --{name}")
-        elif name != "config-file" and ACCELERATE.use(name) == "later":
+        elif name != "config-file" and ACCELERATE.find_use(name) == "later":
             launch.mark(line, LOST, f"accelerate --{name}: set it in Accelerator(…)")
     return []
 
 
 def take_yaml(launch: Launch, word: Word, writer: ArgumentWriter, cwd: Path) -> None:
-    """Read a configuration of Accelerate from the path in `word`. Its keys become the variables
-    that Accelerate's launcher sets; ``num_processes`` the number of processes, if no option has it;
-    other keys become notes. A configuration that can't be read becomes a note."""
+    """Read a configuration of Accelerate from the path in `word`, seen from `cwd` and the launch's
+    folder. Its keys become the variables that Accelerate's launcher sets, in `launch` and through
+    `writer`; ``num_processes`` becomes the launch's number of processes, unless an option has it;
+    other keys become notes, but for those that describe the job. So does a configuration that
+    can't be read."""
     path = Path(cwd, launch.folder or "", os.path.expanduser(word.text))
     line, result = word.line or launch.line, writer.result
     import yaml
@@ -102,10 +107,10 @@ def take_yaml(launch: Launch, word: Word, writer: ArgumentWriter, cwd: Path) -> 
         _full_key(name, str(k)): entry
         for name, part in parts for k, entry in part.items() if not isinstance(entry, dict)
     }  # fmt: skip
-    use = f"use_{keys.get('distributed_type', '')}".lower()
+    use = f"use_{keys.get('distributed_type', '')}".lower()  # as the option --use_fsdp
     for key, entry in {use: True, **keys}.items():
-        if variable := accelerate_variable(key, str(entry)):
-            _pass_on(*variable, launch, writer, line)
+        if variable := find_variable(key, str(entry)):
+            _write_variable(*variable, launch, writer, line)
         elif not re.fullmatch(f"{_NOT_OF_ALL}|use_.*", key) and entry not in (None, {}, [], "no"):
             text = f"not taken over: {key} of {word.text}: set it in Accelerator(…)"
             result.note(line, text)
@@ -114,24 +119,28 @@ def take_yaml(launch: Launch, word: Word, writer: ArgumentWriter, cwd: Path) -> 
 
 
 def _full_key(part: str, key: str) -> str:
-    """Return the name by which Accelerate's launcher knows a key of a `part` of its YAML, '' for
-    the whole: before a key of ``fsdp_config`` it writes ``fsdp_``."""
+    """Return the name by which Accelerate's launcher knows a `key` of its YAML, in the part of that
+    name, '' for the top: ``fsdp_offload_params`` for ``offload_params`` in ``fsdp_config``."""
     start = {"fsdp_config": "fsdp", "fp8_config": "fp8", "dynamo_config": "dynamo_"}.get(part, "")
     return key if key.startswith(start) else f"{start.rstrip('_')}_{key}"
 
 
 def take_defaults(launch: Launch, writer: ArgumentWriter) -> None:
-    """Write the variables into the conversion that ``accelerate launch`` sets by its own defaults
-    for FSDP. To be called with all its other variables there."""
-    uses = launch.env.get("ACCELERATE_USE_FSDP")
-    if launch.kind == "accelerate" and uses and uses.text.lower() == "true":
+    """Write the variables of ``accelerate launch`` with FSDP that have values by default, unless
+    they are set. To be called when all its other variables are written. Another launch changes
+    nothing."""
+    uses_fsdp = launch.env.get("ACCELERATE_USE_FSDP")
+    if launch.kind == "accelerate" and uses_fsdp and uses_fsdp.text.lower() == "true":
         for name, text in _OF_FSDP.items():
-            _pass_on(name, text, launch, writer, launch.line)
+            _write_variable(name, text, launch, writer, launch.line)
 
 
-def _pass_on(name: str, text: str, launch: Launch, writer: ArgumentWriter, line: int) -> None:
-    """Write a variable of the launcher's into the conversion, unless an option or the configuration
-    has set it. The script's own value of that name has no effect there."""
+def _write_variable(
+    name: str, text: str, launch: Launch, writer: ArgumentWriter, line: int
+) -> None:
+    """Write a variable of Accelerate's launcher into `launch` and the conversion of `writer`,
+    unless an option or the configuration has set it (``launch.passed_on``). It replaces the
+    script's own value in ``env``, which has no effect in the program."""
     if name not in launch.passed_on:
         launch.passed_on.add(name)
         launch.env[name] = literal(text, line)
@@ -142,9 +151,10 @@ def _pass_on(name: str, text: str, launch: Launch, writer: ArgumentWriter, line:
             writer.write_variable(name, launch.env[name], line)
 
 
-def accelerate_variable(name: str, operand: str) -> tuple[str, str] | None:
-    """Return name and value of the variable by which ``accelerate launch`` passes on an option, or
-    a key of its configuration, with the value `operand`. None if it passes on none for `name`."""
+def find_variable(name: str, operand: str) -> tuple[str, str] | None:
+    """Return name and value of the variable by which ``accelerate launch`` passes on the option, or
+    key of its configuration, `name` with the value `operand`: ("ACCELERATE_MIXED_PRECISION",
+    "bf16") for "mixed-precision" and "bf16". None for a name that it does not pass on."""
     name = name.replace("-", "_")
     if name == "num_cpu_threads_per_process":
         return "OMP_NUM_THREADS", operand
@@ -154,5 +164,5 @@ def accelerate_variable(name: str, operand: str) -> tuple[str, str] | None:
     name = match["fsdp"] or match["zero"] or match[0]
     name = name.replace("transformer_layer_cls", "transformer_cls").upper()
     start = "" if match["fsdp"] else "ACCELERATE_DEEPSPEED_" if match["zero"] else "ACCELERATE_"
-    is_small = operand in ("True", "False") or re.fullmatch(r"OFFLOAD_\w+_DEVICE|ZERO3_\w+", name)
-    return start + name, operand.lower() if is_small else operand
+    is_lower = operand in ("True", "False") or re.fullmatch(r"OFFLOAD_\w+_DEVICE|ZERO3_\w+", name)
+    return start + name, operand.lower() if is_lower else operand

@@ -71,9 +71,11 @@ class Launch:
     marks: list[tuple[int, str, str]] = field(default_factory=list)
 
     def add(self, key: str, *words: Word) -> None:
+        """Append words to those of a setting, a key of a project file."""
         self.settings.setdefault(key, []).extend(words)
 
     def mark(self, line: int, group: str, text: str) -> None:
+        """Add a mark, as in `marks`."""
         self.marks.append((line, group, text))
 
     def mark_stale(self, words: Sequence[Word], scope: Scope, line: int) -> None:
@@ -82,13 +84,14 @@ class Launch:
             self.mark(line, LOST, "a variable in it was set anew before it is used")
 
     def mark_evaluated(self, words: Sequence[Word], scope: Scope, line: int) -> None:
-        """Note that ``eval`` of `words` in a line makes the launch, as with `mark_stale`."""
+        """Note that an ``eval`` of `words` makes the launch. Mark the `line` of the ``eval`` as
+        lost by the rule of `mark_stale`."""
         self.is_evaluated = True
         self.mark_stale(words, scope, line)
 
     def set_variable(self, word: Word) -> bool:
-        """Put a word ``NAME=value`` into the program's environment, where it is no longer unset;
-        return whether the word has that form. Another word changes nothing."""
+        """Put the variable of a word ``NAME=value`` into `env`, and remove it from `unset`. Return
+        whether the word has that form; any other word changes nothing."""
         match = re.match(r"([A-Za-z_]\w*)=", word.text)
         if match:
             self.env[match[1]] = word.without_start(len(match[0]))
@@ -96,9 +99,9 @@ class Launch:
         return bool(match)
 
     def take_program(self, words: Sequence[Word]) -> None:
-        """Set the program and its arguments to `words`, those behind a launcher's options; without
-        words nothing changes. A blank at the program's begin stands behind a backslash that was to
-        end a line: then the line is lost."""
+        """Set `program` and `args` to `words`, those behind a launcher's options; without words
+        nothing changes. The program's line is marked as lost if the program begins with a blank:
+        that follows a backslash which was meant to end the line before."""
         if words and words[0].text[:1].isspace():
             text = "a backslash before a blank does not go on in the next line"
             self.mark(words[0].line, LOST, text)
@@ -106,8 +109,8 @@ class Launch:
             self.program, self.args = words[0], list(words[1:])
 
     def take_first_component(self, words: list[Word]) -> list[Word]:
-        """Return the words of srun's or mpirun's first program: those before a lone colon. The
-        lines from the colon on, which have the other programs, are marked as lost."""
+        """Return the `words` of srun or mpirun, its name first, up to a lone colon, behind which
+        another program follows. All lines from the colon on are marked as lost."""
         at = next((i for i, word in enumerate(words) if word.text == ":"), len(words))
         for line in dict.fromkeys(word.line for word in words[at:]):
             text = f"{words[0].text} … : …: {NO_COMPONENTS}: submit the others as jobs of their own"
@@ -115,28 +118,30 @@ class Launch:
         return words[:at]
 
     def take_options(self, words: Sequence[Word], rules: Options, scope: Scope) -> list[Word]:
-        """Read the options at the beginning of `words`, behind a launcher's name, and return the
-        words behind the options. Each option is noted in `options`. Its use is that of the first
-        pattern in ``rules.uses`` that fits its name:
+        """Read the options at the beginning of `words`, behind the launcher's name, which is the
+        first word. Return the words behind the options, and behind a ``--``. An option's use is
+        that of the first pattern in ``rules.uses`` that fits its name:
 
-        ``ours`` (hpc-ddp decides), ``lost``, ``later`` (the caller uses it), ``env`` (variables,
-        ``NAME=value`` with commas between them), ``#NAME`` (a number, for the launch's attribute of
-        that name), ``=KEY`` (a setting with one value), ``!KEY`` (a setting that is true), ``+KEY``
-        (an entry of a list, ``--name=value``), ``&KEY`` (the same, as one word or two, as written),
-        ``%KEY`` (the same, as one word, as written).
+        - ``ours``: hpc-ddp decides it; ``lost``; ``later``: the caller uses it
+        - ``env``: variables, ``NAME=value`` with commas between them
+        - ``#NAME``: a number, for the launch's attribute of that name
+        - ``=KEY``: a setting with one value; ``!KEY``: a setting that is true
+        - ``+KEY``, ``&KEY``, ``%KEY``: an entry of a list (`_add_option`)
 
-        `marks` gets the options that are ``ours`` or ``lost``, and numbers of nodes or tasks, which
-        are lost where only the job knows them. Requests for GPUs are noted in `gpus` as well.
+        Each option is noted in `options`, in `gpus` if it asks for GPUs, and in `node_words` if it
+        names nodes. `marks` gets those that are ``ours`` or ``lost``, and numbers of nodes, tasks
+        and processes, which are lost where only the job knows them.
         """
         launcher, remaining = words[0].text.rsplit("/", 1)[-1], list(words[1:])
         while remaining and re.match(r"-{1,2}[A-Za-z]", remaining[0].text):
             word = remaining.pop(0)
+            written = [word]  # the option, and its value if that is a word of its own
             name, operand = option_name(word, rules.letters, rules.names)
-            is_inside = operand is not None
-            if not is_inside and not rules.flags.fullmatch(name) and remaining:
+            if operand is None and not rules.flags.fullmatch(name) and remaining:
                 operand = remaining.pop(0)
+                written.append(operand)
             self.options[name] = operand, word.line
-            use = rules.use(name)
+            use = rules.find_use(name)
             kind, key = use[0], use[1:]
             if use == "lost":
                 self.mark(word.line, LOST, f"{launcher} {word.text}: see {launcher}'s own page")
@@ -147,8 +152,8 @@ class Launch:
             elif kind in "=!":
                 self.settings[key] = [operand if operand and kind == "=" else word]
             elif kind in "+&%":
-                self._add_option(kind, key, name, word, operand, is_inside)
-            elif use != "later" and key not in ("workers", "cpus"):
+                self._add_option(use, name, operand, written)
+            elif use != "later" and key not in ("workers", "cpus"):  # ours, and other numbers
                 self.mark(word.line, OURS, f"{launcher} --{name}")
             if kind == "#":
                 self._set_number(key, operand, scope, word.line, f"{launcher} --{name}")
@@ -157,28 +162,30 @@ class Launch:
             self.node_words |= name == "nodelist"
         return remaining[1:] if remaining and remaining[0].text == "--" else remaining
 
-    def _add_option(
-        self, kind: str, key: str, name: str, word: Word, operand: Word | None, is_inside: bool
-    ) -> None:
-        """Add an option `name` to the list of `key` in the form of `kind` (``+``, ``&`` or ``%``,
-        as in `take_options`). `word` is the option as it is written, with its `operand`, if any,
-        where `is_inside`."""
-        behind = None if is_inside else operand
+    def _add_option(self, use: str, name: str, operand: Word | None, written: list[Word]) -> None:
+        """Add an option `name` with its value (`operand`) to the list of a key, in the form that
+        its `use` has: for ``+KEY`` as ``--name=value``; for ``&KEY`` as it is `written`, in one
+        word or two; for ``%KEY`` so, too, but in one word with a blank in it."""
+        kind, key = use[0], use[1:]
         if kind == "+":
-            option = literal(f"--{name}", word.line)
+            option = literal(f"--{name}", written[0].line)
             self.add(key, join_words(f"--{name}=", operand) if operand else option)
-        elif kind == "%":
-            self.add(key, join_words(word, " ", behind) if behind else word)
+        elif kind == "%" and len(written) > 1:
+            self.add(key, join_words(written[0], " ", written[1]))
         else:
-            self.add(key, *([word, behind] if behind else [word]))
+            self.add(key, *written)
 
     def _set_number(
         self, key: str, operand: Word | None, scope: Scope, line: int, option: str
     ) -> None:
         """Set the attribute `key` to the number of an operand, also of a range with equal ends
-        (``4-4``); to None for another range, and where only the job knows it. A number of nodes,
-        tasks or processes is then lost, unless it is Slurm's own variable, or, of tasks and
-        processes, as many on each node; `option` is named in the reason."""
+        (``4-4``); to None for another range, and where only the job knows the number.
+
+        A number of nodes, tasks or processes that is None is marked as lost in its `line`, with
+        `option` in the reason, unless hpc-ddp finds it by itself: it is a variable of Slurm's, one
+        process for each GPU, or as many tasks or processes on each node, which `tasks_per_node` or
+        `workers` gets.
+        """
         ends = re.fullmatch(r"(\d+)-(\d+)", operand.text) if operand else None
         number = whole_number(operand, scope) if ends is None else None
         if ends and ends[1] == ends[2]:
@@ -188,29 +195,33 @@ class Launch:
         if of_node and (per_node := tasks_per_node(operand, scope)):
             setattr(self, of_node, per_node)
             return
-        is_counted = key[:2] in ("no", "ta", "pr")
-        is_known = operand is None or re.fullmatch(r"\$\{?SLURM_\w+\}?", operand.text)
+        is_of_job = key in ("nodes", "tasks", "tasks_per_node", "processes")
+        is_slurms = operand is None or re.fullmatch(r"\$\{?SLURM_\w+\}?", operand.text)
         is_each_gpu = key == "processes" and operand and is_gpus_of_all_nodes(operand, scope)
-        if number is None and is_counted and not (is_known or is_each_gpu):
+        if number is None and is_of_job and not (is_slurms or is_each_gpu):
             text = f"{option}: only the job knows it: nodes, nproc-per-node = N"
             if ends:
                 text = f'{option}: a range: nodes = "{ends[0]}"'
             self.mark(line, LOST, text)
 
     def take_from(self, outer: Launch) -> None:
-        """Add to this launch what the launch around it says, as srun's options before ``bash -c``.
-        The settings of both are joined; otherwise this launch's word stands where both have one.
-        Plain Python weighs more in a task."""
+        """Add to this launch, of the text of a ``bash -c``, what the launch around it says, as the
+        options of srun. The words of settings are joined, those of `outer` first, and so are the
+        marks. A number, a variable or a request for GPUs of `outer` counts where this launch has
+        none. Plain Python now weighs as much as in a task, if `outer` starts tasks.
+
+        Variables that `outer` unsets are lost where it starts no tasks.
+        """
         if not self.kind and outer.step:
             self.weight = 3 if self.weight == 1 else self.weight
         for key in ("step", "nodes", "tasks", "tasks_per_node", "cpus"):
             setattr(self, key, getattr(self, key) or getattr(outer, key))
-        unset = {name: place for name, place in outer.unset.items() if name not in self.env}
+        unset = {name: entry for name, entry in outer.unset.items() if name not in self.env}
         if not outer.step:
             for name, (line, _) in unset.items():
                 self.mark(line, LOST, f'env -u {name} before a script: setup = ["unset {name}"]')
         self.unset = (unset if outer.step else {}) | self.unset
-        self.gpus, self.env = outer.gpus | self.gpus, outer.env | self.env
+        self.gpus, self.env = outer.gpus | self.gpus, outer.env | self.env  # its own go before
         self.node_words |= outer.node_words
         self.enters_container = bool(self.settings.keys() & {"image", "container"})
         self.marks = [*outer.marks, *self.marks]
@@ -219,8 +230,8 @@ class Launch:
 
     @property
     def words(self) -> list[Word]:
-        """All words that the settings are made of: the program, its arguments, its variables except
-        hpc-ddp's, and the words of `settings`."""
+        """All words of the launch that become settings: the program, its arguments, its variables
+        except hpc-ddp's, and the words of `settings`, in this order."""
         lists = [word for words in self.settings.values() for word in words]
         program = [self.program] if self.program else []
         env = [word for name, word in self.env.items() if not is_of_hpc_ddp(name)]

@@ -47,21 +47,22 @@ class Options(NamedTuple):
     letters: Mapping[str, str] = {}  # long names by letter
     names: str = ""  # all long names, with blanks between; a beginning will do
 
-    def use(self, name: str) -> str:
-        """Return an option's use: that of the first pattern that fits its `name`."""
+    def find_use(self, name: str) -> str:
+        """Return an option's use: that of the first pattern that fits its `name`. Each launcher has
+        a pattern for all other names."""
         return next(use for pattern, use in self.uses.items() if re.fullmatch(pattern, name))
 
 
 def is_launcher(text: str) -> bool:
-    """Return whether a word is the name or path of a launcher, or of Python; also of a site's own,
-    whose name begins with ``torchrun``."""
+    """Return whether `text` is the name or path of a launcher (`LAUNCHERS`), of Python in any
+    version, or of a site's own launcher whose name begins with ``torchrun``."""
     name = text.rsplit("/", 1)[-1]
     return name in LAUNCHERS or bool(re.match(r"python|torchrun[\w-]*$", name))
 
 
 def is_option_of_step(name: str) -> bool:
-    """Return whether srun reads a variable of this name as an option of its step, or sbatch as one
-    of a job."""
+    """Return whether srun reads the variable `name` as an option of its step, as SLURM_CPU_BIND, or
+    sbatch as one of a job, or whether Slurm sets it for a step itself."""
     start, _, option = name.partition("_")
     is_option = option.lower().replace("_", "-") in SRUN.split() or _OF_SRUN.fullmatch(option)
     of_slurm = start == "SLURM" and (is_option or is_of_slurm(name))
@@ -69,17 +70,20 @@ def is_option_of_step(name: str) -> bool:
 
 
 def is_of_pyxis(name: str) -> bool:
-    """Return whether `name` is an option of pyxis, which sbatch hands on to the steps."""
+    """Return whether `name` is a long option of pyxis, as ``container-image``, which sbatch hands
+    on to the steps."""
     return "container-" in name and name not in SBATCH.split()
 
 
 def option_name(word: Word, letters: Mapping[str, str], names: str = "") -> tuple[str, Word | None]:
-    """Return an option's name, without the dashes before it and with ``-`` for ``_``, and its value
-    if that is in the same word, else None.
+    """Return an option's long name, without the dashes before it and with ``-`` for ``_``, and its
+    value if that is in the same `word`, else None.
 
-    With `letters` (long names by letter) ``-x3`` is the long name of x, else x itself, with the
-    value 3; without, ``-np`` is a long name. `names`, a text with blanks between long names,
-    completes a long name from an alias or a beginning that only one of them has.
+    - ``--np=3`` and ``-np=3`` are "np" with 3
+    - ``-n3`` is "ntasks" with 3, if `letters` has the long name of "n"; without it "n" with 3
+    - ``-np`` is "np" where `letters` is empty
+    - ``--part`` is "partition", if `names` (a text with blanks between long names) has that name
+      and no other with this beginning
     """
     text = word.text
     if letters and re.match(r"-\w", text):

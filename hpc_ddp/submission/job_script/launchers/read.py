@@ -18,9 +18,9 @@ from hpc_ddp.submission.job_script.launchers.options import (
     is_launcher,
 )
 from hpc_ddp.submission.job_script.launchers.tasks import (
-    as_srun,
+    convert_ssh,
+    read_container,
     read_env,
-    read_image,
     read_mpirun,
     read_shell,
     read_srun,
@@ -29,6 +29,7 @@ from hpc_ddp.submission.job_script.launchers.tasks import (
 )
 from hpc_ddp.submission.job_script.launchers.workers import read_torchrun
 
+# Modules that train nothing.
 _NO_MODULE = re.compile(
     r"pip|venv|virtualenv|ensurepip|site|sysconfig|compileall|py_compile|json\.tool|http\.server"
     r"|zipfile|tarfile|torch\.utils\.collect_env|.*\.info|ipykernel.*|jupyter.*"
@@ -43,35 +44,34 @@ Handler = Callable[[list[Word], Launch, Scope], list[Word]]
 def read_launch(
     words: Sequence[Word], scope: Scope, step: str = "", in_loop: bool = False
 ) -> Launch:
-    """Return the launch that the words of a command make, as ``srun python train.py``; its weight
-    is 0 where they are no launch. `step` is the command that starts the tasks which run the words,
-    '' for the batch script; `in_loop` says that they stand in a loop over the nodes."""
+    """Return the launch that the words of a command make, as ``srun python train.py``. Its weight
+    is 0 where they are no launch; then the launch may have marks for what was read. `step` is the
+    command that starts the tasks which run the words, '' for the batch script; `in_loop` says that
+    they stand in a loop over the nodes.
+
+    Launchers are read one after the other, each by its function (`_HANDLERS`), until the program or
+    the text of a ``bash -c`` is found.
+    """
     launch = Launch(words[0].line if words else 0, step=step, in_loop=in_loop)
     folder, remaining = scope.values.get("PWD"), list(words)
     launch.folder = folder.text if isinstance(folder, Word) else None
     if in_loop and words and words[0].text == "ssh":
-        remaining = as_srun(remaining)
+        remaining = convert_ssh(remaining)
     while remaining and not launch.program and launch.inner is None:
-        text = remaining[0].text
-        name = text.rsplit("/", 1)[-1]
-        is_python = re.fullmatch(r"python[\d.]*", name) or (launch.step and "PYTHON" in text)
-        behind = [word.text for word in remaining[1:3]]
-        is_variable = bool(remaining[0].code) and all(part.name for part in remaining[0].code)
-        starts_torch = is_variable and _TORCH_MODULE.fullmatch(" ".join(behind))
-        if launch.set_variable(remaining[0]) or name in ("exec", "time", "nohup", "command"):
-            if name == "time":
-                launch.mark(remaining[0].line, "", "time is left out: hpc-ddp status has the times")
+        name = remaining[0].text.rsplit("/", 1)[-1]
+        if launch.set_variable(remaining[0]):
             remaining.pop(0)
-            while name == "time" and remaining and re.fullmatch("-[apvq]+", remaining[0].text):
-                remaining.pop(0)
-        elif handler := read_python if is_python or starts_torch else _handler(name):
+        elif name in ("exec", "time", "nohup", "command"):
+            remaining = _drop_prefix(remaining, launch)
+        elif handler := read_python if _is_python(remaining, launch) else _find_handler(name):
             remaining = handler(remaining, launch, scope)
-        elif remaining[0].code and behind[:1] == ["exec"] and _names_image(remaining[2:]):
-            remaining = read_image(remaining, launch, scope)
-            del launch.settings["container-tool"]  # the one that is there
+        elif _is_container_tool(remaining):
+            remaining = read_container(remaining, launch, scope)
+            del launch.settings["container-tool"]  # a variable: hpc-ddp takes the tool it finds
         else:
-            is_program = re.fullmatch(r"\.{0,2}/\S+|\S+\.sh|bash", text) or remaining[0].code
-            if launch.step and (not step or is_program):
+            # In a task of another command only what has a program's form is one.
+            is_path = re.fullmatch(r"\.{0,2}/\S+|\S+\.sh|bash", remaining[0].text)
+            if launch.step and (not step or is_path or remaining[0].code):
                 take_command(remaining, launch)
             break
     if in_loop and launch.tasks:
@@ -81,35 +81,62 @@ def read_launch(
     return launch
 
 
-def _handler(name: str) -> Handler | None:
+def _drop_prefix(words: list[Word], launch: Launch) -> list[Word]:
+    """Return the words behind ``exec``, ``nohup``, ``command``, or ``time`` with its options, which
+    gets a note."""
+    prefix, *remaining = words
+    if prefix.text.rsplit("/", 1)[-1] == "time":
+        launch.mark(prefix.line, "", "time is left out: hpc-ddp status has the times")
+        while remaining and re.fullmatch("-[apvq]+", remaining[0].text):
+            remaining.pop(0)
+    return remaining
+
+
+def _is_python(words: list[Word], launch: Launch) -> bool:
+    """Return whether words begin with Python: by its name or path; in a task by a variable with
+    ``PYTHON`` in its name; or by any variable before ``-m torch.distributed.run`` and the like."""
+    text, next_texts = words[0].text, [word.text for word in words[1:3]]
+    if re.fullmatch(r"python[\d.]*", text.rsplit("/", 1)[-1]) or (launch.step and "PYTHON" in text):
+        return True
+    is_variable = bool(words[0].code) and all(part.name for part in words[0].code)
+    return is_variable and bool(_TORCH_MODULE.fullmatch(" ".join(next_texts)))
+
+
+def _find_handler(name: str) -> Handler | None:
     """Return the function that reads the launcher `name`, None for another command. A name that
     begins with ``torchrun``, as a site's own launcher has, is read as torchrun."""
     return read_torchrun if re.fullmatch(r"torchrun[\w-]*", name) else _HANDLERS.get(name)
 
 
-def _names_image(words: Sequence[Word]) -> bool:
-    """Return whether words behind ``exec`` are those of a container tool: with its options, or with
-    the file of an image."""
+def _is_container_tool(words: Sequence[Word]) -> bool:
+    """Return whether words are those of a container tool whose name is in a variable: ``$TOOL exec
+    --nv image.sif python train.py``, which has one of its options, or the file of an image."""
+    if not words[0].code or [word.text for word in words[1:2]] != ["exec"]:
+        return False
     pattern = re.compile(r"--(nv|rocm|bind|cleanenv)\b.*|-B|.*\.(sif|simg)")
-    return any(pattern.fullmatch(word.text) for word in words)
+    return any(pattern.fullmatch(word.text) for word in words[2:])
 
 
 def _read_tool(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
     """Read a tool that starts the program, as numactl or ``poetry run``; return the words from the
-    next launcher or Python on. In a task, or on a job's only node, the tool with all its words
-    becomes the program, with the weight of the launch behind it on the only node, and with that of
-    a command in a task, or for uv of Python. Before srun and the like, and on more nodes, it is
-    lost; without a launcher in the batch script, or for a manager without ``run``, the command is
-    no launch."""
+    next launcher or Python on.
+
+    In a task the tool with all its words becomes the program, as another command would; uv's weighs
+    as much as Python. So it is in the batch script of a job with one node, with the weight of the
+    launch behind the tool. In front of srun and the like, and on more nodes, the tool is lost, or
+    ``stdbuf`` hpc-ddp's own. No words are returned for a manager without ``run``, and where no
+    launcher or Python follows.
+    """
     name = words[0].text.rsplit("/", 1)[-1]
     at = next((i for i, word in enumerate(words) if i and is_launcher(word.text)), len(words))
     if name in MANAGERS and all(word.text != "run" for word in words[:at]):  # uv pip install …
         return []
     inner = read_launch(words[at:], scope) if not launch.step else launch
-    is_alone = inner.weight and not inner.step and scope.numbers.get("SLURM_NNODES", 1) == 1
-    if launch.step or is_alone:
+    is_on_only_node = inner.weight and not inner.step and scope.numbers.get("SLURM_NNODES", 1) == 1
+    if launch.step or is_on_only_node:
         take_command(words, launch)
-        launch.weight = inner.weight if is_alone else 3 if name == "uv" else launch.weight
+        of_task = 3 if name == "uv" else launch.weight
+        launch.weight = inner.weight if is_on_only_node else of_task
     elif name == "stdbuf" and at < len(words):
         launch.mark(words[0].line, OURS, "stdbuf: Python's output has no buffer")
     elif at < len(words):
@@ -118,10 +145,34 @@ def _read_tool(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
 
 
 def read_python(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
-    """Read Python with a launcher's module, another module or a script; return no words. Its flags
-    are lost, except ``-u``. A module that trains nothing, as pip, is no launch."""
-    python, remaining = words[0], words[1:]
-    launch.settings["python"] = [python]
+    """Read Python with a launcher, a module or a script, which becomes the program, and set
+    ``python``; return no words. Its flags are lost, except ``-u``. A module that trains nothing, as
+    pip, is no launch."""
+    launch.settings["python"] = [words[0]]
+    remaining = _drop_python_flags(words[1:], launch)
+    name = remaining[0].text.rsplit("/", 1)[-1] if remaining else ""
+    if re.fullmatch(r"torchrun|deepspeed", name):  # python `which torchrun`
+        return read_torchrun([literal(name, remaining[0].line), *remaining[1:]], launch, scope)
+    if name == "accelerate":
+        return read_accelerate(remaining, launch, scope)
+    module = remaining[1].text if len(remaining) > 1 and remaining[0].text == "-m" else ""
+    if module in ("torch.distributed.run", "torch.distributed.launch", "torchrun"):
+        launcher = literal(module.rsplit(".")[-1], remaining[1].line)
+        return read_torchrun([launcher, *remaining[2:]], launch, scope)
+    if module == "accelerate.commands.launch":
+        return read_accelerate([remaining[1], literal("launch"), *remaining[2:]], launch, scope)
+    if module:
+        launch.add("module", remaining.pop(0))  # the word -m
+    if remaining and remaining[0].text[:1] != "-" and not _NO_MODULE.fullmatch(module):
+        launch.weight = 3 if launch.step else 1
+        launch.take_program(remaining)
+    return []
+
+
+def _drop_python_flags(words: list[Word], launch: Launch) -> list[Word]:
+    """Return the words behind Python's flags, from ``-m`` or a script on. Lines with other flags
+    than ``-u`` are marked as lost."""
+    remaining = list(words)
     if remaining and re.fullmatch(r"-[uEsSIBOqvx]+m", remaining[0].text):  # python -um module
         line = remaining[0].line
         remaining[:1] = [literal(remaining[0].text[:-1], line), literal("-m", line)]
@@ -131,23 +182,7 @@ def read_python(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
             remaining.pop(0)
         if flag.text != "-u":
             launch.mark(flag.line, LOST, f"python {flag.text}: a variable, as PYTHONWARNINGS")
-    name = remaining[0].text.rsplit("/", 1)[-1] if remaining else ""
-    if re.fullmatch(r"torchrun|deepspeed", name):  # python `which torchrun`
-        return read_torchrun([literal(name, remaining[0].line), *remaining[1:]], launch, scope)
-    if name == "accelerate":
-        return read_accelerate(remaining, launch, scope)
-    module = remaining[1].text if len(remaining) > 1 and remaining[0].text == "-m" else ""
-    if module in ("torch.distributed.run", "torch.distributed.launch", "torchrun"):
-        start = literal(module.rsplit(".")[-1], remaining[1].line)
-        return read_torchrun([start, *remaining[2:]], launch, scope)
-    if module == "accelerate.commands.launch":
-        return read_accelerate([remaining[1], literal("launch"), *remaining[2:]], launch, scope)
-    if module:
-        launch.add("module", remaining.pop(0))
-    if remaining and remaining[0].text[:1] != "-" and not _NO_MODULE.fullmatch(module):
-        launch.weight = 3 if launch.step else 1
-        launch.take_program(remaining)
-    return []
+    return remaining
 
 
 _HANDLERS: dict[str, Handler] = {
@@ -157,7 +192,7 @@ _HANDLERS: dict[str, Handler] = {
     "accelerate": read_accelerate,
     "env": read_env,
     **dict.fromkeys(("bash", "sh"), read_shell),
-    **dict.fromkeys(IMAGES, read_image),
+    **dict.fromkeys(IMAGES, read_container),
     "singularity_wrapper": read_wrapper,
     **dict.fromkeys(TOOLS, _read_tool),
 }

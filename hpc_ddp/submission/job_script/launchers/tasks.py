@@ -79,6 +79,7 @@ _ENV_LOST = {
 
 _SSH_WITH_VALUE = re.compile("-[BbcDEeFIiJLlmOopQRSWw]")
 
+# Commands that surely train nothing.
 _NO_TRAINING = re.compile(
     r"(.*/)?(hostname|nvidia-smi|rocm-smi|echo|mkdir|cp|mv|rm|ls|cat|date|sleep|ray|rsync|tar|unzip"
     r"|env|printenv|pkill|kill|killall|chmod|chown|ln|true|test|find|lscpu|ip|ifconfig|which|df|du"
@@ -87,9 +88,10 @@ _NO_TRAINING = re.compile(
 )
 
 
-def as_srun(words: list[Word]) -> list[Word]:
-    """Return the words of an srun that starts on a node what the ssh of `words` starts there;
-    `words` where that is no command."""
+def convert_ssh(words: list[Word]) -> list[Word]:
+    """Return the words of an srun that starts the command which an ssh starts on a node: ``srun
+    bash -c "python train.py"`` for ``ssh -q $NODE python train.py``. Without a command return
+    `words`, those of the ssh."""
     remaining = words[1:]
     while remaining and remaining[0].text.startswith("-"):
         option = remaining.pop(0)
@@ -103,11 +105,12 @@ def as_srun(words: list[Word]) -> list[Word]:
 
 def read_srun(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
     """Read srun and its options, and return the words behind them. An image makes pyxis the
-    container tool. A variable among the options is left out: with a note that it counts as unset,
-    or as lost where the script sets it or may have set it."""
+    container tool. A variable among the options, as ``srun $OPTIONS -n 4 a.out``, is left out: with
+    a note that it counts as unset, or as lost where the script sets it or may have set it."""
     launch.step = "srun"
     words = launch.take_first_component(words)
     remaining = launch.take_options(words, _SRUN, scope)
+    # A word that the shell splits may be options, if options or a launcher follow.
     while (
         len(remaining) > 1 and remaining[0].parts[0].splits and not is_launcher(remaining[0].text)
     ):
@@ -133,18 +136,19 @@ def read_srun(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
 def read_mpirun(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
     """Read mpirun, by any of its names, or ibrun; return the words behind its options."""
     launch.step = "ibrun" if words[0].text.endswith("ibrun") else "mpirun"
-    pairs: list[Word] = []
-    for word in launch.take_first_component(words):  # --mca has two values
-        if len(pairs) > 2 and re.fullmatch(r"--?(g|prte)?mca", pairs[-2].text):
-            word = join_words(pairs[-2], " ", pairs[-1], " ", word)
-            del pairs[-2:]
-        pairs.append(word)
-    return launch.take_options(pairs, _MPIRUN, scope)
+    options: list[Word] = []
+    for word in launch.take_first_component(words):
+        # --mca NAME VALUE becomes one word: `take_options` knows no option with two values.
+        if len(options) > 2 and re.fullmatch(r"--?(g|prte)?mca", options[-2].text):
+            word = join_words(options[-2], " ", options[-1], " ", word)
+            del options[-2:]
+        options.append(word)
+    return launch.take_options(options, _MPIRUN, scope)
 
 
 def take_command(words: list[Word], launch: Launch) -> None:
-    """Make a command that is no launcher the program of each task, unless it surely trains nothing,
-    as mkdir. A launcher among its words gets a note."""
+    """Make a command that is no launcher the program of each task (``no-python``), with the weight
+    2, unless it surely trains nothing, as mkdir. A launcher among its words gets a note."""
     inner = r"(.*/)?(torchrun|accelerate|deepspeed|composer)|torch\.distributed\.(run|launch)"
     if any(re.fullmatch(inner, text) for word in words[1:] for text in word.text.split()):
         text = f"{words[0].text} starts a launcher of its own in each task, as it is written"
@@ -155,13 +159,15 @@ def take_command(words: list[Word], launch: Launch) -> None:
 
 
 def read_shell(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
-    """Read ``bash -c '…'``: the text, a script of its own, becomes `inner`, its arguments `args`.
-    In a task ``bash file``, or a text that is all code, is the program. Return no words."""
+    """Read ``bash -c '…'``: the text, a script of its own, becomes `inner`, and the arguments that
+    are its ``$1`` and so on become `args`. In a task ``bash file``, and a text that is all code,
+    become the program (`take_command`). In the batch script ``bash file`` is no launch. Return no
+    words. Other options of bash get a note."""
     at = next((i for i, w in enumerate(words[:3]) if re.fullmatch(r"-[a-z]*c", w.text)), 0)
     text = words[at + 1] if at + 1 < len(words) else literal("")
     is_known = not launch.step or any(not p.is_code and p.text.strip() for p in text.parts)
-    if at and is_known:  # else bash reads it in the task
-        launch.inner, launch.args = text, words[at + 3 :]
+    if at and is_known:  # 0: without -c
+        launch.inner, launch.args = text, words[at + 3 :]  # the word behind the text is $0
         if options := re.sub("[-c]", "", "".join(word.text for word in words[1 : at + 1])):
             note = f'bash -{options}: left out: worker-setup = ["set -…", or "source …profile"]'
             launch.mark(words[0].line, "", note)
@@ -170,38 +176,46 @@ def read_shell(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
     return []
 
 
-def read_image(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
-    """Read options and image of Singularity, Apptainer or Shifter into the settings ``image`` and
-    ``container-tool`` of `launch`, which marks what is left out. Return the words behind the image,
-    [] where the tool starts no program (``shell``, ``pull``).
-
-    ``run`` before a launcher keeps the image's runscript (``TOOL-run``); before another program it
-    is read as ``exec``, and the line is lost.
-    """
+def read_container(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
+    """Read options and image of Shifter, Singularity or Apptainer into the settings ``image``,
+    ``container-options`` and ``container-tool`` of `launch`. Return the words behind the image, []
+    where the tool starts no program (``shell``, ``pull``)."""
     tool = words[0].text.rsplit("/", 1)[-1]
-    if tool == "shifter":
-        remaining = launch.take_options(words, _SHIFTER, scope)
-    else:
-        verbs = ("exec", "run", "shell")
-        at = next((i for i, word in enumerate(words) if i and word.text in verbs), 0)
-        if not at or words[at].text == "shell":  # 0: no such verb
-            return []
-        for word in words[1:at]:
-            launch.mark(word.line, "", f"{tool} {word.text} is left out: container = …")
-        remaining = launch.take_options(words[at:], _IMAGE, scope)
-        launch.settings["image"] = [remaining.pop(0)] if remaining else []
-        if words[at].text == "run" and remaining and is_launcher(remaining[0].text):
-            tool = f"{tool}-run"
-        elif words[at].text == "run":
-            text = f"{tool} run: what the image's runscript does is left out: it is exec here"
-            launch.mark(words[0].line, LOST, text)
+    if tool != "shifter":
+        return _read_singularity(tool, words, launch, scope)
+    remaining = launch.take_options(words, _SHIFTER, scope)
+    launch.settings["container-tool"] = [literal(tool, words[0].line)]
+    return remaining
+
+
+def _read_singularity(tool: str, words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
+    """Read Singularity or Apptainer, the `tool`, as `read_container` does.
+
+    ``run`` in front of a launcher keeps the image's runscript (container-tool ``TOOL-run``); in
+    front of another program it is read as ``exec``, and the line is lost. Options before the verb
+    are left out with a note.
+    """
+    verbs = ("exec", "run", "shell")
+    at = next((i for i, word in enumerate(words) if i and word.text in verbs), 0)
+    if not at or words[at].text == "shell":  # 0: no such verb
+        return []
+    for word in words[1:at]:
+        launch.mark(word.line, "", f"{tool} {word.text} is left out: container = …")
+    remaining = launch.take_options(words[at:], _IMAGE, scope)
+    launch.settings["image"] = [remaining.pop(0)] if remaining else []
+    if words[at].text == "run" and remaining and is_launcher(remaining[0].text):
+        tool = f"{tool}-run"
+    elif words[at].text == "run":
+        text = f"{tool} run: what the image's runscript does is left out: it is exec here"
+        launch.mark(words[0].line, LOST, text)
     launch.settings["container-tool"] = [literal(tool, words[0].line)]
     return remaining
 
 
 def read_wrapper(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
-    """Read a command that enters a container in its own way, as CSC's: its words up to ``exec``
-    become ``container``. Return the words behind ``exec``, [] without it."""
+    """Read a site's command that enters a container, as CSC's ``singularity_wrapper exec``: its
+    words up to ``exec``, or all without one, become the setting ``container``. Return the words
+    behind ``exec``."""
     at = next((i for i, word in enumerate(words) if word.text == "exec"), len(words))
     pieces = [piece for word in words[: at + 1] for piece in (" ", word)]
     launch.settings["container"] = [join_words(*pieces[1:])]
@@ -210,8 +224,8 @@ def read_wrapper(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
 
 def read_env(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
     """Read ``env`` and its options, and return the words behind: assignments and the program.
-    Variables that ``-u`` names go to `unset`; other options are lost. A command in one word
-    (``-S``) is no launch: then no words are returned."""
+    Variables that ``-u`` names leave ``launch.env`` and go to ``launch.unset``; other options are
+    lost. A command in one word (``-S``) is no launch: then no words are returned."""
     remaining = words[1:]
     while remaining and remaining[0].text[:1] == "-":
         word = remaining.pop(0)
@@ -222,12 +236,13 @@ def read_env(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
             return []
         if operand is None and name in _ENV_WITH_VALUE and remaining:
             operand = remaining.pop(0)
-        elif operand and name not in _ENV_WITH_VALUE and word.text[:2] != "--":  # -iu NAME
-            remaining.insert(0, join_words("-", operand))
+        elif operand and name not in _ENV_WITH_VALUE and word.text[:2] != "--":
+            remaining.insert(0, join_words("-", operand))  # -iu NAME is -i -u NAME
         if name == "unset" and operand and re.fullmatch(r"[A-Za-z_]\w*", operand.text):
             launch.env.pop(operand.text, None)
             launch.unset[operand.text] = word.line, bool(launch.step)
         else:
+            # A mere - has no name, and means -i.
             hint = _ENV_LOST.get(name or "ignore-environment", "there is no such key")
             launch.mark(word.line, LOST, f"env {word.text}: {hint}")
     return remaining

@@ -16,6 +16,7 @@ from hpc_ddp.submission.job_script.conversion import LOST
 from hpc_ddp.submission.job_script.launchers.launch import Launch
 from hpc_ddp.submission.job_script.launchers.options import LAUNCHERS, Options
 
+# The options of torchrun, and their uses (see `Launch.take_options`).
 _TORCHRUN = {
     "nproc-per-node|nproc|n|num-gpus": "#workers",
     "module|m|module-mode": "!module",
@@ -42,8 +43,9 @@ _TORCHRUN_FLAGS = re.compile(
 
 
 def take_python_beside(launcher: Word, launch: Launch) -> None:
-    """Set ``python``, with a note, to the Python in the folder of a launcher that is named by its
-    path; not for a folder of the system, or a user's own, whose Python is elsewhere."""
+    """Set ``python``, with a note, to the Python beside a launcher that is named by its path: of
+    ``$ENV/bin/torchrun`` it is ``$ENV/bin/python``. Nothing changes if ``python`` is set, or in a
+    folder of the system and in ``~/.local/bin``, whose Python is elsewhere."""
     *before, last = launcher.parts
     folder, slash, name = last.text.rpartition("/")
     is_elsewhere = folder.endswith(".local/bin") or folder in ("/usr/bin", "/usr/local/bin")
@@ -55,8 +57,9 @@ def take_python_beside(launcher: Word, launch: Launch) -> None:
 
 def read_torchrun(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
     """Read torchrun, ``torch.distributed.launch``, composer or deepspeed, whose options are alike,
-    with the program behind; return no words. Options without a key of hpc-ddp are lost. Variables
-    and arguments that composer and the older launchers give to their programs are added."""
+    with the program behind; return no words. Options of composer and deepspeed without a key of
+    hpc-ddp are lost, those of torchrun are kept. The variable NODE_RANK, which composer sets, and
+    the argument ``--local_rank``, which older launchers add, are added to the launch."""
     launch.kind, launch.weight = "torchrun", 4
     take_python_beside(words[0], launch)
     name, line = words[0].text.rsplit("/", 1)[-1], words[0].line
@@ -64,34 +67,53 @@ def read_torchrun(words: list[Word], launch: Launch, scope: Scope) -> list[Word]
     if name not in ("torchrun", "run", "launch", *LAUNCHERS):
         launch.mark(line, "", f"{name} is taken to be torchrun")
     launch.take_program(launch.take_options(words, Options(uses, _TORCHRUN_FLAGS), scope))
-    options = launch.options
-    nodes, at = options.get("nnodes") or options.get("nnode") or (None, 0)  # as argparse has it
-    of_nodes = 1 if "standalone" in options else whole_number(nodes, scope)
-    if of_nodes == 1 and "SLURM_NNODES" not in scope.numbers:
-        launch.nodes = launch.nodes or 1
-    elif of_nodes not in (None, scope.numbers.get("SLURM_NNODES")):
-        launch.mark(at, LOST, f"{name} --nnodes is another number than the job's nodes")
-    if nodes and re.fullmatch(r"\d+:\d+", nodes.text):
-        launch.mark(at, LOST, f"{name} --nnodes: elastic = true, with nodes = …")
-    counts = ("nproc-per-node", "nproc", "n", "num-gpus")
-    if not {*counts} & options.keys() and name not in ("composer", "deepspeed"):
-        launch.workers = 1  # its default
-    for option in counts:
-        count, at = options.get(option, (literal("gpu"), 0))
-        if whole_number(count, scope) is None and not (count and _ALL_GPUS.fullmatch(count.text)):
-            text = "only the job knows it: nproc-per-node = N"
-            launch.mark(at, LOST, f"{name} --{option}: {text}")
+    _take_nodes(name, launch, scope)
+    _take_workers(name, launch, scope)
     if name == "composer":
         launch.add("worker-setup", literal("export NODE_RANK=$GROUP_RANK", line))
     if name == "deepspeed":
         launch.mark(line, "", "the launcher deepspeed: torchrun starts the workers in its place")
-        chosen, at = options.get("include") or options.get("i") or (None, 0)
-        if chosen and (match := re.fullmatch(r"localhost:(\d+(?:,\d+)*)", chosen.text)):
-            launch.workers = launch.workers or match[1].count(",") + 1
-        elif chosen:
-            launch.mark(at, LOST, "deepspeed --include: nodes = N, nproc-per-node = N")
-    is_without = bool({"use-env", "no-local-rank"} & options.keys())
-    if name in ("launch", "deepspeed") and launch.program and not is_without:
+        _take_included_gpus(launch)
+    has_no_argument = bool({"use-env", "no-local-rank"} & launch.options.keys())
+    if name in ("launch", "deepspeed") and launch.program and not has_no_argument:
         launch.args.insert(0, literal("--local_rank=$LOCAL_RANK", line))
         launch.add("expand", literal("LOCAL_RANK", line))
     return []
+
+
+def _take_nodes(name: str, launch: Launch, scope: Scope) -> None:
+    """Take 1 for the launch's number of nodes if the launcher `name` has it and the directives have
+    none. Another number than the job's, and a range (``1:4``), are marked as lost."""
+    options = launch.options
+    nodes, at = options.get("nnodes") or options.get("nnode") or (None, 0)  # as argparse has it
+    count = 1 if "standalone" in options else whole_number(nodes, scope)
+    if count == 1 and "SLURM_NNODES" not in scope.numbers:
+        launch.nodes = launch.nodes or 1
+    elif count not in (None, scope.numbers.get("SLURM_NNODES")):
+        launch.mark(at, LOST, f"{name} --nnodes is another number than the job's nodes")
+    if nodes and re.fullmatch(r"\d+:\d+", nodes.text):
+        launch.mark(at, LOST, f"{name} --nnodes: elastic = true, with nodes = …")
+
+
+def _take_workers(name: str, launch: Launch, scope: Scope) -> None:
+    """Take 1 for the launch's number of workers if the launcher `name` starts one by default, and
+    has no number. A number that only the job knows is marked as lost, unless it is that of the
+    node's GPUs."""
+    counts = ("nproc-per-node", "nproc", "n", "num-gpus")
+    if not {*counts} & launch.options.keys() and name not in ("composer", "deepspeed"):
+        launch.workers = 1
+    for option in counts:
+        count, at = launch.options.get(option, (literal("gpu"), 0))  # known, if it is not there
+        if whole_number(count, scope) is None and not (count and _ALL_GPUS.fullmatch(count.text)):
+            text = "only the job knows it: nproc-per-node = N"
+            launch.mark(at, LOST, f"{name} --{option}: {text}")
+
+
+def _take_included_gpus(launch: Launch) -> None:
+    """Take the number of workers from deepspeed's ``--include localhost:0,1``, unless it is set.
+    Another form of that option is marked as lost."""
+    included, at = launch.options.get("include") or launch.options.get("i") or (None, 0)
+    if included and (match := re.fullmatch(r"localhost:(\d+(?:,\d+)*)", included.text)):
+        launch.workers = launch.workers or match[1].count(",") + 1
+    elif included:
+        launch.mark(at, LOST, "deepspeed --include: nodes = N, nproc-per-node = N")
