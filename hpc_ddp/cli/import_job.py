@@ -114,7 +114,7 @@ def _check(
 
     effect = effect_of(conversion)
     while isinstance(effect, UsageError):
-        for trial, name, line in conversion.without_one():
+        for trial, name, line in conversion.leave_out_each():
             later = effect if name == "script" else effect_of(trial)
             if not isinstance(later, UsageError) or later.message != effect.message:
                 trial.mark(line, line, LOST, f"{name}: {effect.message}")
