@@ -198,7 +198,7 @@ def _remove_unused_names(result: Conversion) -> None:
         result.lists["expand"] = used
 
 
-def _without_others(text: str, name: str, result: Conversion) -> str:
+def _leave_out_other_languages(text: str, name: str, result: Conversion) -> str:
     """Return a script's text. If its first line names a program that reads no bash, as Python, the
     text has only ``#!/bin/bash``, the directives and comments, and the other lines are empty and
     marked as lost in `result`. `name` is the name of the script's file."""
@@ -291,8 +291,9 @@ def convert(
     configuration of Accelerate that it names, are read, too. Raise UsageError where the parser of
     bash or of YAML is missing.
     """
+    # The script, or the one that it submits, as statements.
     result = Conversion()
-    text = _without_others(text, name, result)
+    text = _leave_out_other_languages(text, name, result)
     words = [literal(argument) for argument in arguments] or None
     defaults: set[str] = set()
     of_cwd: dict[str, Value] = {"PWD": literal(str(cwd)), "SLURM_SUBMIT_DIR": literal(str(cwd))}
@@ -319,6 +320,8 @@ def convert(
 
     reader = _read_statements(text, make_scope)
     scope = reader.scope
+
+    # What becomes of each line. The order matters: later steps need the settings of earlier ones.
     take_directives(directives, result, name)
     for line, (group, reason) in job.marks.items():
         result.mark(line, line, group, reason)
@@ -339,6 +342,8 @@ def convert(
     if ifs_lines := [n for text, n in result.lists.get("setup", ()) if _SETS_IFS.fullmatch(text)]:
         result.append("setup", "unset IFS", ifs_lines[-1])  # the batch script relies on bash's own
     take_tasks(directives, result, (text, _program_text(result, folder)))
+
+    # What follows from all settings together.
     missing, optional = take_shell_variables(reader.statements, sorter.kept, result, environ)
     note_lost_variables(reader.statements, sorter.kept, result)
     scope.defaults |= optional

@@ -51,8 +51,8 @@ def take_launch(
     """Put the launch of a statement into `result`: program, arguments, Python, container, variables
     and sizes, and its marks as groups of lines. `cwd` and `folder` are as in `convert`.
 
-    Of a statement without a launch only the sizes and GPUs of the directives are put there. The
-    set-up lines must be in `result` already. The launch itself is changed.
+    Of a statement without a launch only the sizes, the GPUs and the image of the directives are put
+    there. The set-up lines must be in `result` already. The launch itself is changed.
     """
     launch = statement.launch or Launch(0)
     _take_image(launch, directives, result)
@@ -102,7 +102,7 @@ def _take_arguments(launch: Launch, writer: ArgumentWriter) -> None:
             at = argument.line or launch.line
             result.append("args", writer.write_argument(argument, at), at)
         elif option:
-            result.lists.get("args", [("", 0)]).pop()
+            result.lists.get("args", [("", 0)]).pop()  # nothing, where the list is not there
             if option == "-c":
                 result.values.pop("script", None)  # bash alone does nothing
 
@@ -110,14 +110,15 @@ def _take_arguments(launch: Launch, writer: ArgumentWriter) -> None:
 def _take_settings(launch: Launch, writer: ArgumentWriter) -> None:
     """Write the launch's settings into the writer's conversion: words, flags and lists. Left out
     are words that can't be written, with an option of the container in front of them; flags
-    without a program; and srun's ``--mpi`` if a launcher of workers runs in the tasks."""
+    without a program; and srun's ``--mpi`` if a launcher of workers runs in the tasks, which is
+    marked in `launch` as hpc-ddp's."""
     result = writer.result
     for key, words in launch.settings.items():
         for before, word in zip([literal(""), *words], words, strict=False):
             at = word.line or launch.line
             option = before.text if key == "container-options" else ""
             if launch.kind and word.text.startswith("--mpi") and key == "srun":
-                launch.mark(at, OURS, "srun --mpi")  # the workers are torchrun's
+                launch.mark(at, OURS, "srun --mpi")
             elif writer.refuse_word(word, key, launch.line):
                 if re.fullmatch(r"--?[A-Za-z][\w-]*", option):  # without its value
                     result.lists[key].pop()
@@ -192,7 +193,8 @@ def _take_program(launch: Launch, result: Conversion, cwd: Path, folder: Path) -
     """
     if (word := launch.program) is None:
         return
-    line, kind = word.line or launch.line, launch.settings.keys() & {"module", "no-python"}
+    line = word.line or launch.line
+    kind = launch.settings.keys() & {"module", "no-python"}  # none of both: a file
     name = _fill_in_home(word.text)
     file = cwd / (launch.folder or "") / name
     if kind == {"no-python"} and "/" not in name and not shutil.which(name) and file.is_file():

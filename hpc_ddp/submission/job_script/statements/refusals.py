@@ -47,8 +47,9 @@ _OUTSIDE = "a task runs it before it enters the container: setup, or worker-setu
 
 
 class Refusals:
-    """Sets `lost` and `decided` of the statements of `reader`. `name` is the script's file name or
-    ''; `launch` is the training, None without one, and `at` the index of its statement."""
+    """Sets `lost` and `decided` of the statements of `reader` (`set_reasons`). `name` is the
+    script's file name or ''; `launch` is the training, None without one, and `at` the index of its
+    statement, as from `choose_launch`."""
 
     def __init__(self, reader: Reader, launch: Launch | None, at: int, name: str) -> None:
         self._statements, self._node_variables = reader.statements, reader.node_variables
