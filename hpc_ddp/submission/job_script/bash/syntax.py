@@ -169,8 +169,7 @@ def body_of(node: Node) -> Node:
 
 def is_comment(node: Node) -> bool:
     """Return whether a node is a comment in the form of a here-document, ``: <<EOT``, in which bash
-    runs nothing: it has quotes around its word, or neither ``$(…)``, a backquote nor a form of
-    ``${…}`` but plain names."""
+    runs nothing: its word has quotes, or its text has no code but plain names of variables."""
     if node.type != "redirected_statement":
         return False
     command, *redirects = node.named_children
@@ -182,9 +181,9 @@ def is_comment(node: Node) -> bool:
 
 
 def only_reports(node: Node) -> bool:
-    """Return whether a block, with all its branches, has commands, and these do no more than print
-    or end the script; a comment does no more. Commands that write files, set variables or run
-    others by ``$(…)``, except ``$(date)`` and ``$(hostname)``, do."""
+    """Return whether a block, with all its branches, only prints or ends the script. It must have
+    commands, all of `_REPORTING`, and may neither write a file, set a variable nor run others by
+    ``$(…)``, except ``$(date)`` and ``$(hostname)``. A comment only reports, too."""
     kinds = {inner.type for inner in _descend(node)}
     names = {source(command.child_by_field_name("name")) for command in commands_of(node)}
     runs_others = re.search(r"`|\$\((?!\(|date|hostname)", source(node))

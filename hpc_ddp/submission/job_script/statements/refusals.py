@@ -77,7 +77,8 @@ class Refusals:
         }
 
     def set_reasons(self) -> tuple[dict[str, str], int]:
-        """Set `lost` and `decided`, reasons, of all statements but launches. To be called once.
+        """Set `lost` and `decided`, reasons, of all statements but launches that are not lost. To
+        be called once.
 
         Lost is a statement that can't be taken over (`_find_refusal`), or that needs a name or a
         file which a lost statement or a loop over the nodes sets or writes. Decided is one that
