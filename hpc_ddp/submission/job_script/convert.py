@@ -224,9 +224,10 @@ def _join_child_shells(reader: Reader, at: int) -> int:
     shells_with_launch = {n for s in reader.statements if s.launch for n in s.shells}
     for statement in reader.statements:
         shells = [n for n in statement.shells if n not in shells_with_launch]
-        whole = reader.child_shells[shells[0]] if shells else statement  # the outermost shell
-        if not statements or statements[-1] is not whole:
-            statements.append(whole)
+        # The outermost of these shells.
+        shell_or_line = reader.child_shells[shells[0]] if shells else statement
+        if not statements or statements[-1] is not shell_or_line:
+            statements.append(shell_or_line)
     reader.statements = statements
     return next(i for i, statement in enumerate(statements) if statement is training)
 

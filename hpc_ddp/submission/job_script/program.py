@@ -51,8 +51,8 @@ def take_launch(
     """Put the launch of a statement into `result`: program, arguments, Python, container, variables
     and sizes, and its marks as groups of lines. `cwd` and `folder` are as in `convert`.
 
-    Of a statement without a launch only the sizes, the GPUs and the image of the directives are put
-    there. The set-up lines must be in `result` already. The launch itself is changed.
+    For a statement without a launch only the sizes, the GPUs and the image of the directives are
+    put there. The set-up lines must be in `result` already. The launch itself is changed.
     """
     launch = statement.launch or Launch(0)
     _take_image(launch, directives, result)

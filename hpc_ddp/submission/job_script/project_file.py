@@ -107,7 +107,7 @@ def table(conversion: Conversion, text: str) -> list[str]:
     The groups come in the order TAKEN, OURS, LOST, each with a head that has the number of its
     lines. A row has the line's number, its text with single blanks, cut to `_WIDTH` characters, and
     the reason. Neighbours with the same group and reason share one row, with the text of the first.
-    Empty lines and comments have no row. Of a line with a secret only the beginning is shown.
+    Empty lines and comments have no row. Only the beginning of a line with a secret is shown.
     """
     rows: dict[str, list[str]] = {group: [] for group in (TAKEN, OURS, LOST)}
     counts = dict.fromkeys(rows, 0)

@@ -210,9 +210,9 @@ def names_set_in(node: Node) -> set[str]:
 
 def adds_words(name: str, text: str) -> bool:
     """Return whether an assignment, `text`, only adds words to the end of the variable `name`:
-    ``NAME+=(…)``, ``NAME=("${NAME[@]}" …)``, ``NAME+=" …"`` or ``NAME="$NAME …"``. What is added
-    begins with a blank, so that it does not go on with the last word, and has no operators of the
-    shell, as ``;`` for ``eval``."""
+    ``NAME+=(…)``, ``NAME=("${NAME[@]}" …)``, ``NAME+=" …"`` or ``NAME="$NAME …"``. The added text
+    must begin with a blank, so that it does not go on with the last word, and have no operators of
+    the shell, as ``;`` for ``eval``."""
     array = rf"{name}(\+=\(|=\(\s*\"\$\{{{name}\[@\]\}}\"\s)"
     blank = r"(?=\s|\\\n)"
     double = rf"{name}(\+=\"|=\"\$({name}|\{{{name}\}})){blank}{_ADDED_TEXT}\"$"

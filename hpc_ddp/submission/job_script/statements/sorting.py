@@ -42,8 +42,8 @@ _OF_A_COMMAND = re.compile(r"(?:^|[\s=\"'])(?:--?\w|\S+\.py\b|srun|torchrun|pyth
 
 
 class Fate(NamedTuple):
-    """What becomes of a statement: its group (TAKEN, OURS or LOST); for TAKEN mostly the key of a
-    project file, else the reason; and the set-up or clean-up line that it becomes, '' for none."""
+    """The fate of a statement: its group (TAKEN, OURS or LOST); the reason, for TAKEN mostly a key
+    of the project file; and the set-up or clean-up line that it becomes, '' for none."""
 
     group: str
     reason: str
