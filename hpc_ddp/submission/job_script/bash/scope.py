@@ -97,7 +97,7 @@ class Scope:
             array = self.values.get(match[1]) if match else None
             if isinstance(array, list):
                 is_quoted = text[0] == '"'
-                words = array if is_quoted else [part for w in array for part in split_text(w)]
+                words = array if is_quoted else [piece for w in array for piece in split_text(w)]
                 result += [replace(word, line=word.line if line is None else at) for word in words]
             elif which := re.fullmatch(r"(?:\$\(|`)(?:which|command -v) ([\w.-]+)[`)]", text):
                 result.append(literal(which[1], at))
