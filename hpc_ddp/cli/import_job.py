@@ -116,8 +116,7 @@ def _drop_refused(
 
     effect = effect_of(conversion)
     while isinstance(effect, UsageError):
-        for trial, name, line in conversion.without_one():
-            # Another message or none: this setting was at fault.
+        for trial, name, line in conversion.leave_out_each():
             later = effect if name == "script" else effect_of(trial)
             if not isinstance(later, UsageError) or later.message != effect.message:
                 trial.mark(line, line, LOST, f"{name}: {effect.message}")

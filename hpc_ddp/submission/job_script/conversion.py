@@ -15,6 +15,7 @@ from hpc_ddp.submission.job_script.bash.words import Word
 TAKEN, OURS, LOST = "taken over", "set by hpc-ddp itself", "not taken over"
 
 NO_COMPONENTS = "hpc-ddp has no heterogeneous jobs"
+# A line that starts a Python program, or a module that may train: python train.py, python -m train.
 STARTS_PYTHON = (
     r"(?!\w+=|(echo|printf|log)\b).*\bpython[\d.]*\s+(-[A-Za-ln-z]\s+)*"
     r"([^\s-]\S*\.py\b|-m\s+(?!pip|venv|site|json)\S)"
@@ -62,7 +63,8 @@ _REQUEUES = (
     r"scontrol\s+requeue|\bsbatch\s[^\n;]*(\$\{?0|BASH_SOURCE"
     r"|(--dependency|-d)\b[^\n;]*\s[\"']?\$\{?(?!SLURM_JOB_?ID)\w)"
 )
-# Texts that a command prints, as one on the script's usage, and comments: no command is in them.
+# Texts that a command prints, as one on the script's usage, messages of ${A:?…}, here-documents and
+# comments: no command is in them.
 PRINTED_TEXT = re.compile(
     r"\b(echo|printf|log\w*|die|fail|warn|error|usage)\s+(-\w+\s+)*"
     r"(\"(\\.|[^\"\\`$]|\$(?!\()|\$\((date|pwd|hostname|whoami)[^()\"]*\))*\"|'[^']*')|\{\w+:?\?[^{}`$]*\}|<<-?\s*[\"']?(?P<end>\w+)[\"']?\n.*?^\s*(?P=end)$|^\s*#.*?$",
@@ -149,33 +151,34 @@ class Conversion:
     unknown: dict[str, str] = field(default_factory=dict)
 
     def mark(self, first: int, last: int, group: str, text: str) -> None:
-        """Add a group and its reason to all lines from `first` to `last`."""
+        """Add a mark, the `group` and its reason (`text`), to each line from `first` to `last`."""
         for line in range(first, last + 1):
             self.marks.setdefault(line, []).append((group, text))
 
     def note(self, line: int, sentence: str) -> None:
-        """Add a note for the user to a line, or with 0 to the whole script."""
+        """Add a note for the user on a line, or with 0 on the whole script."""
         self.notes.append((line, sentence))
 
     def group(self, line: int) -> Mark:
-        """Return the one group of a line, and the reasons for it: LOST comes before TAKEN, and
-        TAKEN before OURS. A line without a mark is LOST."""
+        """Return the one group of a line, LOST before TAKEN before OURS, and all its reasons for
+        that group, in one text. A line without a mark is LOST."""
         marks = self.marks.get(line, [(LOST, "not understood")])
         group = next(group for group in (LOST, TAKEN, OURS) if group in dict(marks))
-        return group, "; ".join(dict.fromkeys(text for name, text in marks if name == group))
+        reasons = dict.fromkeys(text for name, text in marks if name == group)  # each once
+        return group, "; ".join(reasons)
 
     def append(self, key: str, entry: str, line: int) -> None:
-        """Append an entry to the list of a key; ``expand``, ``env-names`` and ``without`` get an
-        entry only once."""
+        """Append an entry, of a `line`, to the list of a key. A second equal one changes nothing in
+        ``expand``, ``env-names`` and ``without``."""
         entries = self.lists.setdefault(key, [])
         is_set = key in ("expand", "env-names", "without")
         if not is_set or entry not in dict(entries):
             entries.append((entry, line))
 
-    def without_one(self) -> Iterator[tuple[Conversion, str, int]]:
-        """Yield, for each setting, each variable and each entry of a list, a conversion that lacks
-        it, its name (for an entry the key and the text) and its line. All these conversions share
-        the same `marks` and `notes`."""
+    def leave_out_each(self) -> Iterator[tuple[Conversion, str, int]]:
+        """Yield, for each setting, then each variable of ``env``, then each entry of a list: a
+        conversion that lacks it, its name (for an entry the key and the text), and its line. Marks
+        and notes of such a conversion are this one's, so that a change of them holds for all."""
         for key, (_, line) in self.values.items():
             values = {name: entry for name, entry in self.values.items() if name != key}
             yield replace(self, values=values), key, line
@@ -188,7 +191,8 @@ class Conversion:
                 yield replace(self, lists=lists), f"{key} {text}", line
 
     def settings(self) -> dict[str, Any]:
-        """Return all settings by the keys of a project file, without their lines."""
+        """Return all settings by the keys of a project file, without their lines; ``env`` only if
+        it has variables."""
         single = {key: setting for key, (setting, _) in self.values.items()}
         lists = {key: [entry for entry, _ in entries] for key, entries in self.lists.items()}
         env = {name: text for name, (text, _) in self.env.items()}
@@ -202,50 +206,54 @@ class ArgumentWriter:
 
     result: Conversion
     assigned: set[str]  # the variables that the batch script sets
-    of_batch: set[str]  # variables whose values the batch script puts into the text of a task
-    of_tasks: set[str]  # variables that each task sets for itself
+    batch_variables: set[str]  # those whose values it puts into the text that a task runs
+    task_variables: set[str]  # those that each task sets for itself
     is_open: bool = False  # a line of the batch script may set any variable
-    is_evaluated: bool = False  # bash reads the values of variables in words
-    key: str = "setup"  # of the list of set-up lines
-    count: int = 0  # arrays that set-up lines have so far
+    is_evaluated: bool = False  # an ``eval`` makes the launch: bash reads the variables' values
+    key: str = "setup"  # of the set-up lines that run where the launch does
+    count: int = 0  # variables ARGUMENTS_n that set-up lines have so far
     has_arguments: bool = False  # a set-up line sets the script's own arguments
 
-    def write(self, word: Word, at: int) -> str:
+    def write_argument(self, word: Word, at: int) -> str:
         """Return the text of an argument of line `at`: a variable stands in it as ``$NAME``, and
         ``expand`` gets NAME.
 
-        For some words ``${NAME[@]}`` is returned, an array that a new set-up line fills with all
-        that the word becomes: a word that the shell may split or that has other code, and in
-        ``setup`` a word that needs the script's own value of a variable of hpc-ddp's.
+        For some words it is ``${ARGUMENTS_1[@]}``, an array that a new set-up line fills with all
+        that bash makes of the word: where the shell may split it, or it has other code than names
+        of variables; and, in the batch script, where it has a variable of hpc-ddp's with the
+        script's own value.
         """
-        is_early = self.key == "setup"  # a worker has hpc-ddp's value
-        outer = [name for name in word.names if name in self.of_batch]
-        is_set = any(
+        is_of_batch = self.key == "setup"
+        from_batch = [name for name in word.names if name in self.batch_variables]
+        has_own_value = any(
             is_of_hpc_ddp(name) and name in self.assigned - self.result.unknown.keys()
             for name in word.names
         )
-        if word.stays_one_word and not (is_early and is_set):
-            return self.write_one(word, at)
+        # In a worker $NAME would be hpc-ddp's value.
+        if word.stays_one_word and not (is_of_batch and has_own_value):
+            return self.write_single_word(word, at)
         self.count += 1
-        name, line = f"ARGUMENTS_{self.count}", "{0}=({1})".format
-        if self.is_evaluated or (outer and not is_early):  # bash reads their values
-            self.expand(outer, at)  # they are exported for the task
-            self.result.append(self.key, f'eval "{line(name, word.as_bash(True))}"', at)
+        name = f"ARGUMENTS_{self.count}"
+        if self.is_evaluated or (from_batch and not is_of_batch):  # bash reads the values again
+            self.add_to_expand(from_batch, at)  # which exports them for the task
+            self.result.append(self.key, f'eval "{name}=({word.as_bash(True)})"', at)
         else:
-            self.result.append(self.key, line(name, word.as_bash()), at)
-        self.expand([f"{name}[@]"], at)
+            self.result.append(self.key, f"{name}=({word.as_bash()})", at)
+        self.add_to_expand([f"{name}[@]"], at)
         return f"${{{name}[@]}}"
 
-    def refuse(self, word: Word, key: str, line: int, option: str = "") -> bool:
+    def refuse_word(self, word: Word, key: str, line: int, option: str = "") -> bool:
         """Return whether a word can't be written: it is a placeholder, or it needs a lost variable,
-        one that only the tasks set or the script's own arguments. Then the word's line, else
-        `line`, is marked as lost. The reason names `option`, which stands before the word, and
-        `key`, the setting that the user is to write."""
+        one that only the tasks set (in a setting of the step) or the script's own arguments.
+
+        If so, the word's line, else `line`, is marked as lost. The reason names `option`, which
+        stands before the word, '' for none, and `key`, the setting that the user is to write.
+        """
         unknown = self.result.unknown
         lacking = [f"{n}, of {unknown[n]}" for n in word.names if n in unknown and n != _ADDRESS]
         if word.code and uses_arguments(word.script) and not self.has_arguments:
             lacking.append("the job script's own arguments")
-        if key in _OF_THE_STEP and (names := {*word.names} & self.of_tasks):
+        if key in _OF_THE_STEP and (names := {*word.names} & self.task_variables):
             lacking.append(f"{min(names)}, which each task sets")
         if re.fullmatch(r"<.*>|(--[\w-]+=)?your[-_]\w+", word.text):
             lacking.append("a value of yours")
@@ -254,32 +262,34 @@ class ArgumentWriter:
             self.result.mark(word.line or line, word.line or line, LOST, text.strip())
         return bool(lacking)
 
-    def write_one(self, word: Word, at: int) -> str:
-        """Return the text of a word of line `at` that the shell does not split: each variable
-        stands in it as ``$NAME``, and ``expand`` gets NAME. A word with other code becomes one
-        variable, which a new set-up line sets."""
+    def write_single_word(self, word: Word, at: int) -> str:
+        """Return the text of a word of line `at`, which is taken as one word, though the shell may
+        split it: each variable stands in it as ``$NAME``, and ``expand`` gets NAME. For a word with
+        other code it is ``$ARGUMENTS_1``, a variable that a new line of ``setup`` sets."""
         if all(part.name for part in word.code):
-            self.expand(word.names, at)
+            self.add_to_expand(word.names, at)
             return word.text
         self.count += 1
-        name, quoted = f"ARGUMENTS_{self.count}", replace(word, parts=tuple(
-            replace(part, splits=False) for part in word.parts))  # fmt: skip
+        name = f"ARGUMENTS_{self.count}"
+        quoted = replace(word, parts=tuple(replace(part, splits=False) for part in word.parts))
         self.result.append("setup", f"{name}={quoted.as_bash()}", at)
-        self.expand([name], at)
+        self.add_to_expand([name], at)
         return f"${name}"
 
     def write_variable(self, name: str, word: Word, at: int) -> None:
-        """Write a variable of the program, of line `at`: into ``[env]``, or as a set-up line behind
-        the others where these change it or may do so, or where its value has code."""
+        """Write a variable of the program, with the value `word`, of line `at`: into ``env``, which
+        is set before the set-up lines run. Where these set the variable, or may do so, or where its
+        value has code, it becomes a set-up line behind them; where each task sets it, one of the
+        task's."""
         line = f"export {name}={word.as_bash()}"
-        if name in self.of_tasks and self.key != "setup":
+        if name in self.task_variables and self.key != "setup":
             self.result.append(self.key, line, at)
         elif not self.is_open and name not in self.assigned and word.is_static:
             self.result.env[name] = word.text, at
-        else:  # [env] comes before the set-up lines
+        else:
             self.result.append("setup", line, at)
 
-    def expand(self, names: list[str], at: int) -> None:
+    def add_to_expand(self, names: list[str], at: int) -> None:
         """Add `names`, of line `at`, to ``expand``."""
         for name in names:
             self.result.append("expand", name, at)
@@ -287,8 +297,9 @@ class ArgumentWriter:
 
 def first_reason(rules: Rules, text: str, is_after: bool) -> str:
     """Return the reason of the first rule that fits a statement's `text` at its place, behind the
-    launch (`is_after`) or before it; '' if none fits."""
-    text = re.sub(r"(\{\w+:?\?)[^{}`$]*\}", r"\1}", text)  # what bash prints of an unset variable
+    launch (`is_after`) or before it; '' if none fits. Texts that the statement only prints, and
+    commands that it only looks for (``which srun``), do not count."""
+    text = re.sub(r"(\{\w+:?\?)[^{}`$]*\}", r"\1}", text)  # ${A:?message} prints its message
     text = PRINTED_TEXT.sub(" ", text) if _NAMES_COMMAND.search(text) else text
     text = re.sub(r"\b(which|command\s+-[vV]|type|hash)\s+(-\w+\s+)*\w+", " ", text)
     fitting = (rule for rule in rules if re.match(rule[0], text, re.S))

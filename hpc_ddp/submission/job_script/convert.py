@@ -6,7 +6,7 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from hpc_ddp.core.file_io import read_text
@@ -18,8 +18,8 @@ from hpc_ddp.submission.job_script.bash.values import Value
 from hpc_ddp.submission.job_script.bash.words import literal
 from hpc_ddp.submission.job_script.conversion import LOST, PRINTS, Conversion
 from hpc_ddp.submission.job_script.directives import (
-    not_set,
-    sizes,
+    names_not_set,
+    read_sizes,
     take_directives,
     take_tasks,
     tasks_of_node,
@@ -49,11 +49,12 @@ _ON_ERROR = re.compile(r"trap\s.*\sERR\s*$", re.S)
 _OF_GPUS = re.compile("SLURM_GPUS")
 # Settings with code, and a variable in it, also with a default.
 _OF_CODE = {"setup", "node-setup", "worker-setup", "teardown"}
-_OF_STEP = "NTASKS NPROCS NTASKS_PER_NODE TASKS_PER_NODE"  # SLURM_… of a step of its own
+_OF_STEP = "NTASKS NPROCS NTASKS_PER_NODE TASKS_PER_NODE"  # SLURM_…, which each step has anew
 _VARIABLE = re.compile(r"(?<!\\)\$(?:(\w+)|\{(\w+)(?::?-[^{}]*)?\})")
 _OF_JOB = re.compile(r"\bSLURM_(JOB_?ID|ARRAY_JOB_ID)\b")
-_SPLITS = re.compile(r"IFS=(\S*|\$?'[^']*'|\"[^\"]*\")")
+_SETS_IFS = re.compile(r"IFS=(\S*|\$?'[^']*'|\"[^\"]*\")")
 _CHANGES_CODE = re.compile(r"\bgit\s+(?:-C\s+\S+\s+)?(?:pull|checkout|reset|switch)\b")
+# Random numbers, the shell's process id ($$), times and the like.
 _DRAWN = re.compile(r"\$\{?S?RANDOM\b|\$\{?\$|[(`]\s*(date|mktemp|uuidgen)\b")
 
 
@@ -63,10 +64,10 @@ def _is_of_shell(name: str) -> bool:
 
 
 def _program_text(result: Conversion, folder: Path) -> str:
-    """Return the text of the program that a conversion names, seen from `folder`; '' where it can't
-    be read."""
+    """Return the text of the program that a conversion names by its path from `folder`, or as a
+    module there; '' where there is none, or it can't be read."""
     path = folder / os.path.expanduser(str(result.values.get("script", ("",))[0]))
-    if "module" in result.values:
+    if "module" in result.values:  # pkg.train is the file pkg/train.py
         path = folder.joinpath(*path.name.split(".")).with_suffix(".py")
     try:
         return read_text(path)
@@ -75,11 +76,11 @@ def _program_text(result: Conversion, folder: Path) -> str:
 
 
 def _add_notes(result: Conversion, scope: Scope, missing: set[str]) -> None:
-    """Add notes on what depends on the script's arguments, on the end of an attempt, and on
-    variables of the submitting shell: those that the `scope` has taken as unset, and those
-    `missing` in it."""
-    shell_names = scope.defaults - {*"123456789@"}
-    if scope.defaults != shell_names or "job script's own arguments" in str(result.marks):
+    """Add notes to `result`: on the script's arguments, where something depends on them; on
+    clean-up lines, and traps for errors; on variables that the `scope` has taken to be unset, and
+    on those that the submitting shell has to export, since it lacks them (`missing`)."""
+    of_shell = scope.defaults - {*"123456789@"}  # without those that stand for arguments
+    if scope.defaults != of_shell or "job script's own arguments" in str(result.marks):
         text = "give the script's arguments, if it gets any: hpc-ddp import job.sbatch -- ARG…"
         result.note(0, text)
     lines = result.lists.get("teardown", ())
@@ -95,10 +96,10 @@ def _add_notes(result: Conversion, scope: Scope, missing: set[str]) -> None:
     end = ", unless a file or module that the script loads sets them" if scope.is_open else ""
     for variables, reason in (
         (
-            missing - shell_names,
+            missing - of_shell,
             f"not set in this shell: to be exported before hpc-ddp submit{end}",
         ),
-        (shell_names, "taken as unset: if your shell has one, write it"),
+        (of_shell, "taken as unset: if your shell has one, write it"),
     ):
         names = [f"${name}" for name in sorted(variables) if _is_of_shell(name)]
         if names:
@@ -106,17 +107,22 @@ def _add_notes(result: Conversion, scope: Scope, missing: set[str]) -> None:
 
 
 def _note_values(result: Conversion, numbers: Mapping[str, int]) -> None:
-    """Add a note to each set-up line and argument whose value is another in hpc-ddp's job. Such
-    values count the script's tasks (by its `numbers`), where hpc-ddp's job has one task for each
-    node; are drawn anew at each start; or have the job's id, by which the next job would not find
-    the checkpoints."""
+    """Add a note to `result` on each set-up line and argument that has the job's id, by which the
+    next job of the run would not find the checkpoints; and on each set-up line that
+
+    - counts the script's tasks, as in its `numbers`, where hpc-ddp's job has one on each node
+    - changes the code by git, of which hpc-ddp has a copy by then
+    - has a value that is drawn anew at each start, as ``$RANDOM``
+
+    An argument that has the number of CPUs is looked at like a set-up line; prints are not.
+    """
     setup = result.lists.get("setup", ())
     lines = [entry for entry in setup if not (PRINTS.match(entry[0]) or _ON_ERROR.match(entry[0]))]
     arguments = result.lists.get("args", ())
     for text, line in (*lines, *arguments):
-        if named := _OF_JOB.search(text):
+        if job_id := _OF_JOB.search(text):
             reason = "is another one where the run goes on in a new job: $HPC_DDP_RUN stays"
-            result.note(line, f"${named[0]} {reason}")
+            result.note(line, f"${job_id[0]} {reason}")
     lines += [entry for entry in arguments if "$SLURM_CPUS" in entry[0]]
     if _has_fewer_tasks(result, numbers):
         for text, line in lines:
@@ -128,7 +134,7 @@ def _note_values(result: Conversion, numbers: Mapping[str, int]) -> None:
             reason = "changes the folder behind the copy that hpc-ddp submit makes of the code"
             result.note(line, f"{changes[0]} {reason}: call it before the submit")
         if drawn := _DRAWN.search(text):
-            word = (drawn[1] or drawn[0]).strip("${")
+            word = (drawn[1] or drawn[0]).strip("${")  # '' of $$
             reason = (
                 "has another value at each start, also where the run goes on: write a fixed one"
             )
@@ -136,28 +142,32 @@ def _note_values(result: Conversion, numbers: Mapping[str, int]) -> None:
 
 
 def _has_fewer_tasks(result: Conversion, numbers: Mapping[str, int]) -> bool:
-    """Return whether hpc-ddp's job has one task for each node where the script's has several, by
-    its `numbers`."""
+    """Return whether the script's job has several tasks on a node, by its `numbers`, and hpc-ddp's
+    has one, which is torchrun."""
     launcher = result.values.get("launcher", ("torchrun",))[0]
     return tasks_of_node(numbers) > 1 and launcher == "torchrun"
 
 
 def _write_numbers(result: Conversion, numbers: Mapping[str, int], reader: Reader) -> None:
-    """Write the numbers of the script's tasks and GPUs into ``env``, arguments and set-up lines, in
-    place of variables that have other values in hpc-ddp's job, or none. Left are those that a
-    statement sets, that a step with other tasks has (the launch's own, by ``bash -c``), and texts
-    that bash does not expand. `numbers` are as from `sizes`."""
+    """Write the numbers of the script's tasks and GPUs into ``env``, arguments, set-up and clean-up
+    lines of `result`, in place of variables of Slurm that have other values in hpc-ddp's job, or
+    none. `numbers` are as from `read_sizes`.
+
+    Variables stay that a statement sets; those on tasks, where the launch's own step has other
+    numbers than the job; and all in texts that bash does not expand. Names that nothing uses any
+    more are removed from ``expand``.
+    """
     fixed = {name for s in reader.statements for name in (s.name, *s.sets)}
     launches = [s.launch for s in reader.statements if s.launch and s.in_task]
     if any(launch.tasks or launch.tasks_per_node for launch in launches):
         fixed |= {f"SLURM_{name}" for name in _OF_STEP.split()} - reader.batch_variables
     numbers = {name: number for name, number in numbers.items() if name not in fixed}
-    changed = _OF_TASKS if _has_fewer_tasks(result, numbers) else _OF_GPUS
+    has_fewer = _has_fewer_tasks(result, numbers)
 
     def number_of(match: re.Match[str]) -> str:
         name = match[1] or match[2]
-        is_other = name in numbers and (changed.fullmatch(name) or _OF_GPUS.fullmatch(name))
-        return str(numbers[name]) if is_other else match[0]
+        is_other = (has_fewer and _OF_TASKS.fullmatch(name)) or _OF_GPUS.fullmatch(name)
+        return str(numbers[name]) if name in numbers and is_other else match[0]
 
     for name, (text, line) in result.env.items():
         result.env[name] = _VARIABLE.sub(number_of, text), line
@@ -173,6 +183,12 @@ def _write_numbers(result: Conversion, numbers: Mapping[str, int], reader: Reade
             (_VARIABLE.sub(lambda m: number_of(m) if (m[1] or m[2]) in expanded else m[0], text), n)
             for text, n in arguments
         ]
+    _remove_unused_names(result)
+
+
+def _remove_unused_names(result: Conversion) -> None:
+    """Remove names from ``expand`` that no text of `result` has as a variable, and ``expand``
+    itself if no name is left."""
     texts = [text for text, _ in result.env.values()]
     texts += [text for key in result.lists for text, _ in result.lists[key] if key != "expand"]
     texts += [str(setting) for setting, _ in result.values.values()]
@@ -182,9 +198,10 @@ def _write_numbers(result: Conversion, numbers: Mapping[str, int], reader: Reade
         result.lists["expand"] = used
 
 
-def _without_others(text: str, name: str, result: Conversion) -> str:
-    """Return a script's text without the lines that another program than a shell like bash reads,
-    by its first line; these are marked in `result`. `name` is the name of the script's file."""
+def _leave_out_other_languages(text: str, name: str, result: Conversion) -> str:
+    """Return a script's text. If its first line names a program that reads no bash, as Python, the
+    text has only ``#!/bin/bash``, the directives and comments, and the other lines are empty and
+    marked as lost in `result`. `name` is the name of the script's file."""
     match = _INTERPRETER.match(text)
     if match is None or not _OTHERS.fullmatch(match[1]):
         return text
@@ -200,27 +217,66 @@ def _without_others(text: str, name: str, result: Conversion) -> str:
 
 
 def _join_child_shells(reader: Reader, at: int) -> int:
-    """Replace the statements of a child shell in which no launch is left, and which is not the
-    training's, by the one that it is in the script. Return the index of the training's statement,
-    `at` before."""
-    training, joined = reader.statements[at], list[Statement]()
-    with_launch = {n for s in reader.statements if s.launch for n in s.shells}
+    """Replace the statements of each child shell in which no launch is left (`choose_launch`) by
+    the one statement that the shell is: ``(cd a && python prepare.py)``. `at` is the index of the
+    training's statement; return the new one."""
+    training, statements = reader.statements[at], list[Statement]()
+    shells_with_launch = {n for s in reader.statements if s.launch for n in s.shells}
     for statement in reader.statements:
-        shells = [n for n in statement.shells if n not in with_launch]
-        line = reader.child_shells[shells[0]] if shells else statement
-        if not joined or joined[-1] is not line:
-            joined.append(line)
-    reader.statements = joined
-    return next(i for i, statement in enumerate(joined) if statement is training)
+        shells = [n for n in statement.shells if n not in shells_with_launch]
+        # The outermost of these shells.
+        shell_or_line = reader.child_shells[shells[0]] if shells else statement
+        if not statements or statements[-1] is not shell_or_line:
+            statements.append(shell_or_line)
+    reader.statements = statements
+    return next(i for i, statement in enumerate(statements) if statement is training)
 
 
 def _mark_exported(statements: Sequence[Statement]) -> None:
-    """Set `exported` of each statement that assigns a variable which an earlier statement exports,
-    or which a job has from its login: bash goes on to export the name."""
+    """Set `exported` of each assignment to a variable that an earlier one exports, or that a job
+    has from its login: bash exports the new value, too."""
     exported = {*_OF_A_LOGIN}
     for statement in statements:
         statement.exported |= statement.name in exported
         exported |= {statement.name} if statement.exported else set()
+
+
+def _read_statements(text: str, make_scope: Callable[[bool], Scope]) -> Reader:
+    """Return a reader that has read the statements of a script's text. `make_scope` returns the
+    scope at the script's begin, by its ``counts_python``; all of them share their ``guesses``.
+
+    The text is read twice, since a guess of the first reading holds for all lines; and once more,
+    so that plain Python counts as a launch in more places, if there is no other launch.
+    """
+
+    def read(counts_python: bool) -> Reader:
+        reader = Reader(make_scope(counts_python))
+        reader.read(text)
+        return reader
+
+    read(counts_python=False)
+    reader = read(counts_python=False)
+    return reader if has_launch(reader.statements) else read(counts_python=True)
+
+
+def _take_shebang(first_line: str, result: Conversion) -> None:
+    """Put the options of bash in a script's first line into set-up lines: those of a login shell by
+    the files that it reads, others by ``set``. ``#!/bin/bash -le`` gives two lines."""
+    if shebang := re.match(r"#!.*\s-(-login|\w+)\s*$", first_line):
+        if "l" in shebang[1]:
+            result.append("setup", _LOGIN, 1)
+        if options := re.sub("-login|l", "", shebang[1]):
+            result.append("setup", f"set -{options}", 1)
+
+
+def _set_arguments(arguments: Sequence[str], result: Conversion) -> None:
+    """Put a line ``set -- ARG…`` before the set-up lines, and before the clean-up lines, if one of
+    them uses the script's arguments, and there are some."""
+    for key in {"setup", "teardown"} & result.lists.keys():
+        lines = [line for line, _ in result.lists[key]]
+        uses = any(re.search(r"\$\{?[1-9@*#]|shift|getopts", line) for line in lines)
+        if arguments and uses:
+            result.lists[key].insert(0, (f"set -- {shlex.join(arguments)}", 0))
 
 
 def convert(
@@ -232,12 +288,13 @@ def convert(
     `cwd` is the folder that the script is submitted from, `folder` that of the project file to be
     written. `arguments` are the script's own, ``$1`` and so on; where a line of set-up or clean-up
     uses them, a line before it sets them. `name` is the name of the script's file, `environ` the
-    environment of the shell that will submit. The program, and a configuration of Accelerate that
-    the script names, are read, too. Raises UsageError where the parser of bash or of YAML is
-    missing.
+    environment of the shell that will submit. The program, files that the script sources, and a
+    configuration of Accelerate that it names, are read, too. Raise UsageError where the parser of
+    bash or of YAML is missing.
     """
+    # The script, or the one that it submits, as statements.
     result = Conversion()
-    text = _without_others(text, name, result)
+    text = _leave_out_other_languages(text, name, result)
     words = [literal(argument) for argument in arguments] or None
     defaults: set[str] = set()
     of_cwd: dict[str, Value] = {"PWD": literal(str(cwd)), "SLURM_SUBMIT_DIR": literal(str(cwd))}
@@ -250,25 +307,22 @@ def convert(
     )  # fmt: skip
     job = unwrap(text, of_wrapper)
     directives, text = job.directives, job.text
-    numbers = sizes(directives)
+    numbers = read_sizes(directives)
     start = os.path.normpath(cwd / os.path.expanduser(directives.get("chdir") or ""))
     guesses: set[str] = set()
 
-    def read(counts_python: bool) -> Reader:
-        scope = Scope(
-            {**of_cwd, "PWD": literal(start)}, numbers, not_set(directives), words, bool(words),
-            not words, shell_names=environ.keys(), guesses=guesses, defaults=defaults,
+    def make_scope(counts_python: bool) -> Scope:
+        return Scope(
+            {**of_cwd, "PWD": literal(start)}, numbers, names_not_set(directives),
+            arguments=words, arguments_are_set=bool(words), lacks_arguments=not words,
+            shell_names=environ.keys(), guesses=guesses, defaults=defaults,
             counts_python=counts_python, hides=secrets.is_secret,
         )  # fmt: skip
-        reader = Reader(scope)
-        reader.read(text)
-        return reader
 
-    read(counts_python=False)  # a guess holds for the whole script: what this reading guesses, too
-    reader = read(counts_python=False)
-    if not has_launch(reader.statements):
-        reader = read(counts_python=True)
+    reader = _read_statements(text, make_scope)
     scope = reader.scope
+
+    # What becomes of each line. The order matters: later steps need the settings of earlier ones.
     take_directives(directives, result, name)
     for line, (group, reason) in job.marks.items():
         result.mark(line, line, group, reason)
@@ -281,30 +335,24 @@ def convert(
     at = _join_child_shells(reader, at) if launch else at
     _mark_exported(reader.statements)
     sorter = Sorter(reader, result, launch, at, start, name)
-    if shebang := re.match(r"#!.*\s-(-login|\w+)\s*$", text.partition("\n")[0]):
-        if "l" in shebang[1]:
-            result.append("setup", _LOGIN, 1)
-        if options := re.sub("-login|l", "", shebang[1]):
-            result.append("setup", f"set -{options}", 1)
+    _take_shebang(text.partition("\n")[0], result)
     sorter.take_statements()
     scope.is_open |= first_load(reader.statements) < len(reader.statements)
     statement = reader.statements[at] if launch else Statement("", (0, 0))
     program.take_launch(statement, result, directives, reader, cwd, folder)
-    if at_ifs := [at for text, at in result.lists.get("setup", ()) if _SPLITS.fullmatch(text)]:
-        result.append("setup", "unset IFS", at_ifs[-1])  # the batch script relies on bash's own
+    if ifs_lines := [n for text, n in result.lists.get("setup", ()) if _SETS_IFS.fullmatch(text)]:
+        result.append("setup", "unset IFS", ifs_lines[-1])  # the batch script relies on bash's own
     take_tasks(directives, result, (text, _program_text(result, folder)))
+
+    # What follows from all settings together.
     missing, optional = take_shell_variables(reader.statements, sorter.kept, result, environ)
     note_lost_variables(reader.statements, sorter.kept, result)
     scope.defaults |= optional
-    if arguments:
-        for key in {"setup", "teardown"} & result.lists.keys():
-            lines = [line for line, _ in result.lists[key]]
-            if any(re.search(r"\$\{?[1-9@*#]|shift|getopts", line) for line in lines):
-                result.lists[key].insert(0, (f"set -- {shlex.join(arguments)}", 0))
+    _set_arguments(arguments, result)
     _add_notes(result, scope, missing)
     _write_numbers(result, numbers, reader)
     _note_values(result, numbers)
     for line, mark in reader.resolved.items():
         result.marks.setdefault(line, [mark])
-    secrets.take_out(result)
+    secrets.take_out_secrets(result)
     return result

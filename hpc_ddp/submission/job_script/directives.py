@@ -26,10 +26,13 @@ from hpc_ddp.submission.job_script.launchers.options import FLAGS, is_of_pyxis, 
 from hpc_ddp.submission.job_script.secrets import looks_secret
 from hpc_ddp.submission.settings.config import OPTIONS
 
+# Options of sbatch that are keys of hpc-ddp with the same name.
 _OWN_KEYS = {key for key, o in OPTIONS.items() if o.is_sbatch} - {"nodes"}
+# Values that a template has for its users to replace, as <account> and your-partition.
 _PLACEHOLDER = re.compile(
     r"<.*>|\{[^\"]*|x{3,}|your[-_ ]?\w*|(my|some)?[-_]?(partition|account)[-_]?(name)?"
     r"|\[[a-z_ ]+\]|todo|changeme.*|.*\bxxx\b.*", re.I)  # fmt: skip
+# Options, as regular expressions, that hpc-ddp decides itself, and the reasons.
 _DECIDED = {
     "requeue": "a job is requeued until it has finished",
     "open-mode": "the output is appended to",
@@ -73,25 +76,28 @@ class Directives:
     replaced: list[tuple[int, str]] = field(default_factory=list)
 
     def get(self, name: str) -> str | None:
-        """Return the value of an option; None where the script does not have it."""
+        """Return the value of the option with sbatch's long `name`, '' for a flag; None where the
+        script does not have it."""
         return self.options.get(name, (None, 0))[0]
 
     def line(self, *names: str) -> int:
-        """Return the line of the first of the options `names` that is in the script; 0 without."""
+        """Return the line of the first of the options `names` that the script has; 0 where it has
+        none of them."""
         return next((self.options[name][1] for name in names if name in self.options), 0)
 
     def number(self, name: str) -> int | None:
-        """Return the value of an option as a number; None where it is no number, or the script does
-        not have the option."""
+        """Return the value of an option as a number; None where it is no whole number, or the
+        script does not have the option."""
         text = self.get(name) or ""
         return int(text) if text.isdecimal() else None
 
 
 def read_directives(text: str) -> Directives:
     """Return the directives of a job script's text as sbatch reads them: those before the first
-    command, and the last of two for the same option. The others are marked; so are lines that can't
-    be read, and those of a heterogeneous job from its second component on."""
-    result, has_begun, is_first = Directives(), False, True
+    command, and the last of two for the same option; values of ``--mail-type`` are joined. Lines of
+    which nothing counts are in `marks`: behind the first command, without an option of sbatch, and
+    from the second component of a heterogeneous job on."""
+    result, has_begun, is_first_component = Directives(), False, True
     for number, line in enumerate(text.splitlines(), 1):
         if BURST_BUFFER.match(line):
             result.marks[number] = LOST, "of a burst buffer: your own template may have it"
@@ -101,60 +107,63 @@ def read_directives(text: str) -> Directives:
         if has_begun:
             result.marks[number] = OURS, "after the first command: sbatch ignores it"
             continue
+        reason = "no option of sbatch"
         try:
             words = shlex.split(line.removeprefix("#SBATCH"), comments=True)
-            pairs, reason = (
-                list(read_options([literal(word) for word in words])),
-                "no option of sbatch",
-            )
         except ValueError:
-            words, pairs, reason = [], [], "its quotes do not match"
+            words, reason = [], "its quotes do not match"
+        pairs = list(read_options([literal(word) for word in words]))
         if not pairs:
             result.marks[number] = LOST, reason
         if {"hetjob", "packjob"} & {word.lower() for word in words}:
-            result.marks[number], is_first = (LOST, _NEXT), False
-        elif not is_first:
+            result.marks[number], is_first_component = (LOST, _NEXT), False
+        elif not is_first_component:
             result.marks[number] = LOST, _OF_ANOTHER
-        if not is_first:
-            continue
-        for name, operand in pairs:
-            if name == "mail-type" and name in result.options:
-                before, line_before = result.options[name]
-                operand = f"{before},{operand}"  # sbatch adds them
-                result.marks.setdefault(line_before, (TAKEN, f"--mail-type, in line {number}"))
-            elif name in result.options:
-                result.replaced.append(
-                    (result.options[name][1], f"line {number} replaces --{name}")
-                )
-            result.options[name] = operand, number
+        if is_first_component:
+            _add_options(pairs, number, result)
     return result
 
 
+def _add_options(pairs: Sequence[tuple[str, str]], line: int, directives: Directives) -> None:
+    """Put names and values of options, of a `line`, into `directives`. An equal option of an
+    earlier line goes to `replaced`; one for mail is joined with this one, as by sbatch, and its
+    line gets a mark."""
+    for name, operand in pairs:
+        if name == "mail-type" and name in directives.options:
+            before, line_before = directives.options[name]
+            operand = f"{before},{operand}"
+            directives.marks.setdefault(line_before, (TAKEN, f"--mail-type, in line {line}"))
+        elif name in directives.options:
+            reason = f"line {line} replaces --{name}"
+            directives.replaced.append((directives.options[name][1], reason))
+        directives.options[name] = operand, line
+
+
 def read_options(words: list[Word]) -> Iterator[tuple[str, str]]:
-    """Yield the long name and the value ('' for a flag) of each option at the beginning of `words`,
-    and remove the words of these options. A name there may be cut short."""
+    """Yield the long name and the value ('' for a flag) of each option of sbatch at the beginning
+    of `words`, and remove the words of these options from `words`. A name in it may be a letter, or
+    a long name cut short."""
     while words and re.match(r"--?\w", words[0].text):
         name, operand = option_name(words.pop(0), SHORT_OPTIONS, SBATCH)
-        if (
-            operand is None
-            and name != "wait"
-            and not FLAGS.fullmatch(name)
-            and words
-            and words[0].text[:1] != "-"
-        ):
+        is_flag = name == "wait" or FLAGS.fullmatch(name)
+        if operand is None and not is_flag and words and words[0].text[:1] != "-":
             operand = words.pop(0)
         yield name, operand.text if operand else ""
 
 
 def take_directives(directives: Directives, result: Conversion, file: str = "") -> None:
-    """Put directives into a conversion: the groups of their lines, and the settings of those that
-    are taken over. Where an output has the job's name (``%x``) and no job name is set, the job gets
-    that of the script's `file`, as Slurm names a job. Nodes, CPUs, GPUs and pyxis are left to
-    `program.take_launch`, since the launch has such options, too."""
+    """Put directives into `result`: the groups of their lines, and the settings of those that are
+    taken over. Settings for nodes, CPUs, GPUs and pyxis are left to `program.take_launch`, since
+    the launch has such options, too. Placeholders and secrets are lost.
+
+    Where an output has the job's name in it (``%x``), and no directive sets that, the job is named
+    by the script's `file`, as by Slurm; '' for a script without one.
+    """
     for name, (operand, line) in directives.options.items():
         text = as_raw(name, operand)
-        group, reason = _use(name, operand)
-        pairs = _exported(operand) if name == "export" else []
+        group, reason = _group_of(name, operand)
+        pairs = _exported_variables(operand) if name == "export" else []
+        # Mere names of jobs, as my_job, look like placeholders.
         if _PLACEHOLDER.fullmatch(operand) and (name != "job-name" or operand[0] in "<{"):
             group, reason = LOST, f"{text} is a placeholder: --{name} with yours"
         elif pairs:
@@ -176,8 +185,9 @@ def take_directives(directives: Directives, result: Conversion, file: str = "") 
 
 
 def _take_option(name: str, operand: str, line: int, result: Conversion, file: str) -> None:
-    """Put one option of sbatch into a conversion: under its own key, or as a raw option. `file` is
-    as in `take_directives`."""
+    """Put one option of sbatch into `result`: under its own key, else as a raw option. Notes name a
+    job name that has to be changed, and a dependency on jobs of the same name. `file` is as in
+    `take_directives`."""
     text = as_raw(name, operand)
     if name == "job-name" and not JOB_NAME.fullmatch(operand):
         operand = re.sub(r"[^\w .+=,@-]+", "", operand).lstrip(" .+=,@-")[:100] or "job"
@@ -186,7 +196,7 @@ def _take_option(name: str, operand: str, line: int, result: Conversion, file: s
         result.values[name] = operand, line
     elif name == "exclusive" and not operand:
         result.values[name] = True, line
-    elif name == "signal":
+    elif name == "signal":  # without B: or R:
         result.values[name] = operand.partition(":")[2] or operand, line
     elif name == "no-requeue":
         result.values["max-requeues"] = 0, line
@@ -199,25 +209,26 @@ def _take_option(name: str, operand: str, line: int, result: Conversion, file: s
 
 
 def take_tasks(directives: Directives, result: Conversion, texts: Sequence[str]) -> None:
-    """Put an array with ``%1``, which may be a chain of jobs, into a conversion as an array if the
-    job script or its program (the `texts`) reads the index of a task; otherwise it is one run. A
-    note says which. Another array changes nothing."""
+    """Put an array with ``%1``, whose tasks run one after the other, into `result` if the job
+    script or its program (their `texts`) reads the index of a task. Otherwise it is a chain of
+    jobs, which is one run, and no array. A note says which. Another array changes nothing."""
     operand, line = directives.options.get("array", ("", 0))
     if not operand.endswith("%1"):
         return
     note = f"a chain, one run: if its tasks differ, array = {json.dumps(operand)}"
-    output = r"\s*#|\s*(echo|printf?)\b[^;|&>\n]*$"  # it alone changes nothing
-    use = re.compile(rf"^(?!{output}).*SLURM_ARRAY_TASK", re.M)
-    if any(map(use.search, texts)):
+    comment_or_print = r"\s*#|\s*(echo|printf?)\b[^;|&>\n]*$"
+    reads_index = re.compile(rf"^(?!{comment_or_print}).*SLURM_ARRAY_TASK", re.M)
+    if any(map(reads_index.search, texts)):
         result.values["array"] = operand, line
         result.mark(line, line, TAKEN, f"--array={operand}")
         note = "its tasks read SLURM_ARRAY_TASK_…: a run for each; of a mere chain drop array"
     result.note(line, note)
 
 
-def _exported(operand: str) -> list[tuple[str, str | None]]:
-    """Return the variables that an operand of ``--export`` names, with their values; None stands
-    for the value in the shell that submits. ``ALL,A=1,B`` has ("A", "1") and ("B", None)."""
+def _exported_variables(operand: str) -> list[tuple[str, str | None]]:
+    """Return the variables that an operand of ``--export`` names, in order, with their values; None
+    stands for the value in the shell that submits: ``ALL,A=1,B`` has ("A", "1") and ("B", None).
+    ALL, NONE and NIL are no names."""
     words = re.findall(r"(?:^|,)(\w+)(=('[^']*'|\"[^\"]*\"|[^,]*))?", operand)
     return [
         (name, content.strip("'\"") if sign else None)
@@ -226,9 +237,9 @@ def _exported(operand: str) -> list[tuple[str, str | None]]:
     ]
 
 
-def _use(name: str, operand: str) -> Mark:
-    """Return the group of a directive, and the reason if hpc-ddp sets it itself; '' if it is taken
-    over."""
+def _group_of(name: str, operand: str) -> Mark:
+    """Return the group of the directive `name` with the value `operand`: OURS with the reason, or
+    TAKEN with ''."""
     decided = next((why for names, why in _DECIDED.items() if re.fullmatch(names, name)), "")
     if name == "export" and operand in ("NONE", "NIL"):
         return TAKEN, ""
@@ -236,30 +247,31 @@ def _use(name: str, operand: str) -> Mark:
     return (OURS, decided or _CHAIN) if decided or is_chain else (TAKEN, "")
 
 
-def sizes(directives: Directives) -> dict[str, int]:
+def read_sizes(directives: Directives) -> dict[str, int]:
     """Return the numbers of nodes, tasks, GPUs and CPUs that follow from the directives, by the
-    names of Slurm's variables. Where the number of nodes does not follow, the tasks are those of
-    one node. Numbers that do not follow, or are 0, are left out."""
+    names of Slurm's variables. Where the number of nodes does not follow, the tasks and GPUs are
+    those of one node. Numbers that do not follow, or are 0, are left out."""
     least, _, most = (directives.get("nodes") or "").partition("-")
     tasks, per_node = directives.number("ntasks"), directives.number("ntasks-per-node")
     nodes = int(least) if least.isdecimal() and most in ("", least) else None
     options = {name: operand for name, (operand, _) in directives.options.items()}
-    gpus, of_task = _read_gpus(options, ("gpus",)), _read_gpus(options, ("gpus-per-task",))
-    gpus_here = _read_gpus(options, ("gpus-per-node", "gres"))
+    gpus, gpus_of_task = _read_gpus(options, ("gpus",)), _read_gpus(options, ("gpus-per-task",))
+    gpus_of_node = _read_gpus(options, ("gpus-per-node", "gres"))
     if nodes is None and tasks and per_node:
-        nodes = -(-tasks // per_node)
-    if nodes is None and gpus and gpus_here:
-        nodes = -(-gpus // gpus_here)
+        nodes = -(-tasks // per_node)  # rounded up, as all below
+    if nodes is None and gpus and gpus_of_node:
+        nodes = -(-gpus // gpus_of_node)
     if per_node is None:
         per_node = -(-tasks // (nodes or 1)) if tasks else 1
     tasks = tasks or (nodes or 1) * per_node
-    of_all = 0 if "nodes" in options and nodes is None else gpus // (nodes or 1)
-    gpus_here = gpus_here or of_all or of_task * -(-tasks // (nodes or 1))
+    has_range = "nodes" in options and nodes is None
+    share = 0 if has_range else gpus // (nodes or 1)  # rounded down: `take_gpus` says so
+    gpus_of_node = gpus_of_node or share or gpus_of_task * -(-tasks // (nodes or 1))
     numbers = {
         **dict.fromkeys(("SLURM_NNODES", "SLURM_JOB_NUM_NODES"), nodes),
-        **dict.fromkeys(("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE"), gpus_here),
+        **dict.fromkeys(("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE"), gpus_of_node),
         **dict.fromkeys(("SLURM_NTASKS", "SLURM_NPROCS"), tasks),
-        "SLURM_GPUS_PER_TASK": of_task,
+        "SLURM_GPUS_PER_TASK": gpus_of_task,
         **{"SLURM_NTASKS_PER_NODE": per_node, "SLURM_GPUS": gpus},
         "SLURM_CPUS_PER_TASK": directives.number("cpus-per-task"),
     }
@@ -267,20 +279,21 @@ def sizes(directives: Directives) -> dict[str, int]:
 
 
 def tasks_of_node(numbers: Mapping[str, int]) -> int:
-    """Return the number of tasks of the job on a node, the largest where nodes differ: from the
-    tasks in all, as for Slurm, which takes ``--ntasks-per-node`` beside them for a maximum.
-    `numbers` are as from `sizes`."""
+    """Return the number of tasks of the job on a node: all tasks divided by the nodes, rounded up.
+    Slurm takes ``--ntasks-per-node`` beside ``--ntasks`` for a mere maximum. `numbers` are as from
+    `read_sizes`."""
     return -(-numbers.get("SLURM_NTASKS", 1) // numbers.get("SLURM_NNODES", 1))
 
 
 def has_range_of_nodes(directives: Directives, numbers: Mapping[str, int]) -> bool:
-    """Return whether ``--nodes`` is there and has no one number. `numbers` are as from `sizes`."""
+    """Return whether the script has ``--nodes``, and not with a single number, as ``2-4``.
+    `numbers` are as from `read_sizes`."""
     return "SLURM_NNODES" not in numbers and "nodes" in directives.options
 
 
-def not_set(directives: Directives) -> set[str]:
-    """Return the variables on the sizes of a job that Slurm does not set in this one, whose script
-    lacks the options for them."""
+def names_not_set(directives: Directives) -> set[str]:
+    """Return the variables on a job's sizes that Slurm does not set in this job, since its script
+    lacks the options for them (`_SET_BY`)."""
     return {
         name
         for name, options in _SET_BY.items()
@@ -289,41 +302,44 @@ def not_set(directives: Directives) -> set[str]:
 
 
 def _read_gpus(options: Mapping[str, str], names: tuple[str, ...] = GPUS) -> int:
-    """Return the number of GPUs in the first of the options `names` that is among the `options`,
-    values by sbatch's long name; 0 without one."""
-    return next((_request(options, name)[1] for name in names if name in options), 0)
+    """Return the number of GPUs that an option asks for: the first of `names` that is in `options`,
+    values by sbatch's long names. 0 without such an option."""
+    return next((_requested_gpus(options, name)[1] for name in names if name in options), 0)
 
 
 def _gpu_request(options: Mapping[str, str], count: int) -> tuple[str, str] | None:
-    """Return the settings ``gpus-per-node``, `count` GPUs of the type that the options name, and
-    ``gpu-request``, the option that asks for them; None where no option asks for GPUs."""
+    """Return the settings ``gpus-per-node`` and ``gpu-request`` for `count` GPUs of a node:
+    ("a100:4", "gres") for ``gres`` "gpu:a100:4" in `options`, values by sbatch's long names. The
+    first of `GPUS` that asks for some counts; None without one."""
     for name in GPUS:
-        kind, number = _request(options, name)
+        gpu_type, number = _requested_gpus(options, name)
         if number:
             form = "gpus-per-node" if name == "gpus" else name
-            return (f"{kind}:{count}" if kind else str(count)), form
+            return (f"{gpu_type}:{count}" if gpu_type else str(count)), form
     return None
 
 
-def _request(options: Mapping[str, str], name: str) -> tuple[str, int]:
-    """Return the type ('' without one) and the number of GPUs that the option `name` asks for.
-    Where it gives no number, that is 1 for ``gres`` and 0 for another option. It is 0 also if the
-    option is not in `options`, or ``gres`` names no GPU."""
+def _requested_gpus(options: Mapping[str, str], name: str) -> tuple[str, int]:
+    """Return the type ('' without one) and the number of GPUs that the option `name` asks for, by
+    its value in `options`. Without a number in it, that is 1 (``gres`` "gpu:a100"); the number is 0
+    if the option is not there, or ``gres`` names no GPU."""
     request = options.get(name, "")
     gpus = gpus_of(request if name == "gres" else f"gpu:{request}")
     return gpus[0] if gpus else ("", 0)
 
 
 def tasks_of_launch(launch: Launch, numbers: Mapping[str, int]) -> int:
-    """Return the number of tasks on a node: from the launch's tasks in all, else from its tasks on
-    a node, as Slurm does, else the job's, else 1. `numbers` are as from `sizes`."""
+    """Return the number of tasks that a launch has on a node: its tasks in all divided by the
+    nodes, rounded down; else its tasks on a node; else the job's. `numbers` are as from
+    `read_sizes`."""
     of_launch = (launch.tasks or 0) // (numbers.get("SLURM_NNODES") or launch.nodes or 1)
     return of_launch or launch.tasks_per_node or tasks_of_node(numbers)
 
 
 def take_other_gres(result: Conversion, directives: Directives) -> None:
-    """Put a ``gres`` that asks for more than GPUs, as for a local disk, into `result` as it is;
-    hpc-ddp then asks for no GPUs by itself, if it has some."""
+    """Put a ``gres`` that asks for more than GPUs, as "gpu:4,nvme:1", into `result` as a raw option
+    of sbatch, unless its line is lost. If the job's GPUs are in it, set ``gpu-request`` to "none",
+    so that hpc-ddp asks for no others. To be called after `take_gpus`."""
     request, line = directives.options.get("gres", ("", 0))
     has_more = any(not gpus_of(part) for part in request.split(","))
     if request and has_more and result.group(line)[0] == TAKEN:
@@ -335,29 +351,35 @@ def take_other_gres(result: Conversion, directives: Directives) -> None:
 def take_gpus(
     launch: Launch, result: Conversion, directives: Directives, numbers: Mapping[str, int]
 ) -> int:
-    """Return the number of a node's GPUs, from the directives, else from the launch; 0 without one.
-    Put it into `result`. If there are GPUs, options by which a container gets them are removed from
-    the launch's settings, since hpc-ddp gives them."""
+    """Put the number of a node's GPUs, with their type, into `result`: from the directives, else
+    from the launch's own options. Return the number, 0 without one. `numbers` are as from
+    `read_sizes`.
+
+    Requests that do not agree, or that give the nodes different numbers, are marked as lost. If
+    there are GPUs, ``--nv`` and ``--rocm`` are removed from the launch's options of a container,
+    since hpc-ddp writes them.
+    """
     count = numbers.get("SLURM_GPUS_ON_NODE", 0)
-    wanted = {name: operand for name, (operand, _) in directives.options.items()}
-    wanted = wanted if count else launch.gpus
-    count = count or _read_gpus(wanted, ("gpus-per-node", "gres"))
-    count = count or _read_gpus(wanted, ("gpus-per-task",)) * tasks_of_launch(launch, numbers)
-    if not (count and (request := _gpu_request(wanted, count))):
+    of_directives = {name: operand for name, (operand, _) in directives.options.items()}
+    options = of_directives if count else launch.gpus
+    count = count or _read_gpus(options, ("gpus-per-node", "gres"))
+    count = count or _read_gpus(options, ("gpus-per-task",)) * tasks_of_launch(launch, numbers)
+    if not (count and (settings := _gpu_request(options, count))):
         return count
     at = directives.line(*GPUS) or launch.line
-    total, nodes = _read_gpus(wanted, ("gpus",)), numbers.get("SLURM_NNODES", 1)
-    if request[1] == "gpus-per-node" and total % nodes:
+    gpus, request = settings
+    result.values["gpus-per-node"] = gpus, at
+    if request != "gpus-per-node":
+        result.values["gpu-request"] = request, at
+    total, nodes = _read_gpus(options, ("gpus",)), numbers.get("SLURM_NNODES", 1)
+    if request == "gpus-per-node" and total % nodes:
         result.mark(at, at, LOST, f"{total} GPUs on {nodes} nodes: each node has as many")
-    result.values["gpus-per-node"] = request[0], at
-    if request[1] != "gpus-per-node":
-        result.values["gpu-request"] = request[1], at
     for name in {"gpus-per-node", "gres"} & directives.options.keys():
-        if _read_gpus(wanted, (name,)) not in (0, count):
-            at, text = directives.line(name), f"--{name}={wanted[name]} beside {count} GPUs"
+        if _read_gpus(options, (name,)) not in (0, count):
+            at, text = directives.line(name), f"--{name}={options[name]} beside {count} GPUs"
             result.mark(at, at, LOST, f"{text} of a node: gpus-per-node has one number")
-    options = launch.settings.get("container-options", [])
-    for word in [word for word in options if word.text in ("--nv", "--rocm")]:
-        options.remove(word)
+    container_options = launch.settings.get("container-options", [])
+    for word in [word for word in container_options if word.text in ("--nv", "--rocm")]:
+        container_options.remove(word)
         launch.mark(word.line, OURS, f"exec {word.text}")
     return count

@@ -48,11 +48,11 @@ def take_launch(
     statement: Statement, result: Conversion, directives: Directives, reader: Reader,
     cwd: Path, folder: Path,
 ) -> None:  # fmt: skip
-    """Put the launch of a statement into a conversion: program, arguments, Python, container,
-    variables and sizes, and its marks as groups of lines. `cwd` and `folder` are as in `convert`.
+    """Put the launch of a statement into `result`: program, arguments, Python, container, variables
+    and sizes, and its marks as groups of lines. `cwd` and `folder` are as in `convert`.
 
-    Without a launch only the sizes and the image of the directives are put there. The conversion
-    must have the set-up lines already. The launch itself is changed.
+    For a statement without a launch only the sizes, the GPUs and the image of the directives are
+    put there. The set-up lines must be in `result` already. The launch itself is changed.
     """
     launch = statement.launch or Launch(0)
     _take_image(launch, directives, result)
@@ -60,7 +60,7 @@ def take_launch(
     gpus = take_gpus(launch, result, directives, numbers)
     take_other_gres(result, directives)
     writer = _make_writer(result, reader)
-    if launch.program and writer.refuse(launch.program, "script", launch.line):
+    if launch.program and writer.refuse_word(launch.program, "script", launch.line):
         launch.program, launch.args = None, []
     _take_program(launch, result, cwd, folder)
     _take_python(launch, result, _has_environment(launch, directives))
@@ -80,67 +80,67 @@ def take_launch(
 
 def _make_writer(result: Conversion, reader: Reader) -> ArgumentWriter:
     """Return a writer into `result` that knows the variables of the `reader`'s statements."""
-    outer = (s for s in reader.statements if not s.in_task)
-    names = {name for s in outer for name in (s.name, *s.sets)}
-    of_tasks = {s.name for s in reader.statements if s.name and s.in_task} - names
-    scope = reader.scope
+    of_batch_script = (s for s in reader.statements if not s.in_task)
+    names = {name for s in of_batch_script for name in (s.name, *s.sets)}
+    task_variables = {s.name for s in reader.statements if s.name and s.in_task} - names
     return ArgumentWriter(
-        result,
-        names,
-        reader.batch_variables,
-        of_tasks,
-        scope.is_open,
-        has_arguments=scope.arguments_are_set,
-    )
+        result, names, reader.batch_variables, task_variables,
+        is_open=reader.scope.is_open, has_arguments=reader.scope.arguments_are_set,
+    )  # fmt: skip
 
 
 def _take_arguments(launch: Launch, writer: ArgumentWriter) -> None:
-    """Write the program's arguments into the conversion. An argument that is lost is left out, and
-    so is the option before it. If that is the ``-c`` of bash, there is no program either."""
+    """Write the program's arguments into the writer's conversion. An argument that can't be written
+    is left out, with the option in front of it. If that is the ``-c`` of bash, the program is left
+    out, too."""
     result = writer.result
+    # Pairs of an argument and the one in front of it.
     for before, argument in zip([literal(""), *launch.args], launch.args, strict=False):
         is_option = re.fullmatch(r"--?[A-Za-z][\w.-]*", before.text) and argument.text[:1] != "-"
         option = before.text if is_option else ""
-        if not writer.refuse(argument, "args", launch.line, option):
+        if not writer.refuse_word(argument, "args", launch.line, option):
             at = argument.line or launch.line
-            result.append("args", writer.write(argument, at), at)
+            result.append("args", writer.write_argument(argument, at), at)
         elif option:
-            result.lists.get("args", [("", 0)]).pop()
-            result.values.pop("script" if option == "-c" else "", None)  # bash alone does nothing
+            result.lists.get("args", [("", 0)]).pop()  # nothing, where the list is not there
+            if option == "-c":
+                result.values.pop("script", None)  # bash alone does nothing
 
 
 def _take_settings(launch: Launch, writer: ArgumentWriter) -> None:
-    """Write the launch's settings into the conversion: single words, flags and lists. Left out are
-    words that are lost, with the container's option before them, and ``--mpi`` of srun."""
+    """Write the launch's settings into the writer's conversion: words, flags and lists. Left out
+    are words that can't be written, with an option of the container in front of them; flags
+    without a program; and srun's ``--mpi`` if a launcher of workers runs in the tasks, which is
+    marked in `launch` as hpc-ddp's."""
     result = writer.result
     for key, words in launch.settings.items():
         for before, word in zip([literal(""), *words], words, strict=False):
             at = word.line or launch.line
             option = before.text if key == "container-options" else ""
             if launch.kind and word.text.startswith("--mpi") and key == "srun":
-                launch.mark(at, OURS, "srun --mpi")  # the workers are torchrun's
-            elif writer.refuse(word, key, launch.line):
+                launch.mark(at, OURS, "srun --mpi")
+            elif writer.refuse_word(word, key, launch.line):
                 if re.fullmatch(r"--?[A-Za-z][\w-]*", option):  # without its value
                     result.lists[key].pop()
             elif key in _TRUE:
                 if launch.program:
                     result.values[key] = True, at
             elif key in _SINGLE:
-                text = writer.write_one(word, at)
+                text = writer.write_single_word(word, at)
                 result.values[key] = int(text) if text.isdecimal() else text, at
             else:
-                result.append(key, writer.write_one(word, at), at)
+                result.append(key, writer.write_single_word(word, at), at)
 
 
 def _take_variables(launch: Launch, writer: ArgumentWriter) -> None:
-    """Write the launch's variables into the conversion. Variables of hpc-ddp's become notes; lost
-    ones are left out."""
+    """Write the launch's variables into the writer's conversion. Those of hpc-ddp become notes;
+    those whose values can't be written are left out."""
     result = writer.result
     for name, word in launch.env.items():
         at = word.line or launch.line
         if is_of_hpc_ddp(name):
             result.note(at, f"{name} is hpc-ddp's in the workers")
-        elif writer.refuse(word, f"env: {name}", launch.line):
+        elif writer.refuse_word(word, f"env: {name}", launch.line):
             continue
         else:
             writer.write_variable(name, word, at)
@@ -148,8 +148,9 @@ def _take_variables(launch: Launch, writer: ArgumentWriter) -> None:
 
 def _take_marks(launch: Launch, result: Conversion) -> None:
     """Put the launch's marks into `result`: lost lines and notes as they are; for each line one
-    mark for all that hpc-ddp sets itself."""
-    busy = {launch.line, *(word.line for word in launch.words)}
+    mark for all that hpc-ddp sets itself. A line that has words of the launch, too, is taken over,
+    with these in the reason; of another line only what is lost is kept beside them."""
+    lines_of_words = {launch.line, *(word.line for word in launch.words)}
     ours: dict[int, list[str]] = {}
     for at, group, text in launch.marks:
         if group == LOST:
@@ -162,15 +163,16 @@ def _take_marks(launch: Launch, result: Conversion) -> None:
         marks, reason = result.marks.get(at, []), ", ".join(texts)
         lost = [(group, text) for group, text in marks if group == LOST]
         of_launch = [(TAKEN, "the launch"), *marks, (TAKEN, f"hpc-ddp sets {reason}")]
-        result.marks[at] = of_launch if at in busy else [*lost, (OURS, reason)]
+        result.marks[at] = of_launch if at in lines_of_words else [*lost, (OURS, reason)]
 
 
 def _take_unset(statement: Statement, launch: Launch, result: Conversion) -> None:
-    """Put a set-up line ``unset NAME`` into `result` for each variable that ``env`` unsets for the
-    program. It stands behind the other lines, or before them where ``env`` stands before their
-    ``bash -c``. A variable of hpc-ddp's becomes a note; one of Slurm's is lost."""
+    """Put a set-up line ``unset NAME`` into `result` for each variable that ``env -u`` unsets for
+    the program. It stands behind the other lines, or in front of them where ``env`` stands in front
+    of the ``bash -c`` that has them. A variable of hpc-ddp's becomes a note; the line with one of
+    Slurm's is lost."""
     of_task = "node-setup" if launch.kind else "worker-setup"
-    outer = statement.outer.unset if statement.outer else {}
+    outer = statement.outer.unset if statement.outer else {}  # of the launch around the bash -c
     for name, (line, is_of_task) in launch.unset.items():
         if is_of_hpc_ddp(name):
             result.note(line, f"{name} is hpc-ddp's in the workers")
@@ -183,60 +185,81 @@ def _take_unset(statement: Statement, launch: Launch, result: Conversion) -> Non
 
 
 def _take_program(launch: Launch, result: Conversion, cwd: Path, folder: Path) -> None:
-    """Put the program into `result` as ``script``: by its path from `folder` if it is below `cwd`,
-    else by an absolute one. Where only the job knows the program's place, the launch is changed: a
-    command (``no-python``) gets the program as an argument. Without a program nothing happens."""
+    """Put the program into `result` as ``script``: a file by its path from `folder` if it is below
+    `cwd`, else by an absolute one; a module and a command by its name. Without a program nothing
+    happens. A note names a set-up line that makes the file.
+
+    A program whose place only the job knows becomes a command: see `_make_command`.
+    """
     if (word := launch.program) is None:
         return
-    line, kind = word.line or launch.line, launch.settings.keys() & {"module", "no-python"}
-    name = _of_home(word.text)
+    line = word.line or launch.line
+    kind = launch.settings.keys() & {"module", "no-python"}  # none of both: a file
+    name = _fill_in_home(word.text)
     file = cwd / (launch.folder or "") / name
     if kind == {"no-python"} and "/" not in name and not shutil.which(name) and file.is_file():
         word = literal(f"./{name}", line)  # srun looks in its own folder last
         name = word.text
+    is_elsewhere = launch.folder is None or _sets_folder(launch)
     is_in_image = bool(launch.settings.keys() & {"image", "container"})
-    keys = ("container-options", "srun")
-    options = " ".join(word.text for key in keys for word in launch.settings.get(key, []))
-    is_elsewhere = launch.folder is None or bool(re.search("--(container-workdir|pwd)", options))
     is_away = (is_in_image and not Path(name).is_file()) if os.path.isabs(name) else is_elsewhere
-    if not kind and (made_at := _line_that_makes(name, result)):
+    if not kind and (made_at := _find_line_that_makes(name, result)):
         text = "is made by that line: the job runs it where it is, and not a copy of now"
         result.note(made_at, f"{name} {text}")
         is_away = True
     if "$" in name or (kind == {"module"} and is_elsewhere) or (not kind and is_away):
-        python = launch.settings.pop(
-            "python", [literal("python3" if is_in_image else "python", line)]
-        )
-        is_module = bool(launch.settings.pop("module", []))
-        command = [] if "no-python" in kind else [*python, *([literal("-m", line)] * is_module)]
-        words = [*command, word]
-        name = words.pop(0).text if words[0].is_static else "env"
-        launch.settings["python"] = python
-        launch.add("no-python", word)
-        launch.args[:0] = words
+        name = _make_command(word, launch)
     elif not kind and not os.path.isabs(name):
-        place = cwd / (launch.folder or "") / name
-        is_below = Path(os.path.realpath(place)).is_relative_to(os.path.realpath(cwd))
-        name = os.path.relpath(place, folder) if is_below else str(place)
+        is_below = Path(os.path.realpath(file)).is_relative_to(os.path.realpath(cwd))
+        name = os.path.relpath(file, folder) if is_below else str(file)
     result.values["script"] = name, line
 
 
-def _line_that_makes(name: str, result: Conversion) -> int:
-    """Return the line of a set-up line that writes or changes the file `name`, 0 without one."""
-    file = rf"[\"']?(?:\./)?{re.escape(name)}[\"']?(?=\s*(?:$|[\n;&|)]))"
-    same = rf"\S*/{re.escape(name)}\s+(?:\.|\./|\"?\$\{{?PWD\}}?\"?)(?=\s*(?:$|[\n;&|)]))"
-    stem = rf"nbconvert\b[^\n;&|]*[\s/\"']{re.escape(name.removesuffix('.py'))}(?:\.ipynb|\b)"
-    copies = r"\b(?:rsync\s|(?:cp|mv|ln|install)\s(?![^\n;&|]*-t\s))"
-    copies = rf"{copies}(?:[^\n;&|]*\s)?(?:{file}|{same})"
+def _sets_folder(launch: Launch) -> bool:
+    """Return whether an option of the launch's container sets the working directory."""
+    keys = ("container-options", "srun")
+    options = " ".join(word.text for key in keys for word in launch.settings.get(key, []))
+    return bool(re.search("--(container-workdir|pwd)", options))
+
+
+def _make_command(program: Word, launch: Launch) -> str:
+    """Change a launch so that it runs its `program` by a command (``no-python``), and return the
+    command's name: Python, with the program as its first argument; or the program itself, if it is
+    a command already. A command whose name has variables becomes an argument of ``env``."""
+    line, is_command = program.line or launch.line, "no-python" in launch.settings
+    is_in_image = bool(launch.settings.keys() & {"image", "container"})
+    default = literal("python3" if is_in_image else "python", line)
+    python = launch.settings.pop("python", [default])
+    is_module = bool(launch.settings.pop("module", []))
+    words = [] if is_command else [*python, *([literal("-m", line)] * is_module)]
+    words.append(program)
+    name = words.pop(0).text if words[0].is_static else "env"
+    launch.settings["python"] = python
+    launch.add("no-python", program)
+    launch.args[:0] = words
+    return name
+
+
+def _find_line_that_makes(name: str, result: Conversion) -> int:
+    """Return the line of the first set-up line that writes or changes the file `name`, as ``cp
+    a/train.py .`` or ``sed -i s/a/b/ train.py`` do; 0 without one."""
+    end = r"(?=\s*(?:$|[\n;&|)]))"
+    file = rf"[\"']?(?:\./)?{re.escape(name)}[\"']?{end}"
+    into_folder = rf"\S*/{re.escape(name)}\s+(?:\.|\./|\"?\$\{{?PWD\}}?\"?){end}"
+    stem = re.escape(name.removesuffix(".py"))
+    converts = rf"nbconvert\b[^\n;&|]*[\s/\"']{stem}(?:\.ipynb|\b)"
+    commands = r"\b(?:rsync\s|(?:cp|mv|ln|install)\s(?![^\n;&|]*-t\s))"
+    copies = rf"{commands}(?:[^\n;&|]*\s)?(?:{file}|{into_folder})"
     writes = rf"(?<!2)>\s*{file}|\b(?:tee|sed\s+-\w*i\S*)\s[^\n;&|]*\s{file}"
-    makes = re.compile(rf"{stem}|{copies}|{writes}")
+    makes = re.compile(rf"{converts}|{copies}|{writes}")
     setup = result.lists.get("setup", ())
     lines = (line for text, line in setup if makes.search(PRINTED_TEXT.sub(" ", text)))
     return next(lines, 0)
 
 
 def _has_environment(launch: Launch, directives: Directives) -> bool:
-    """Return whether a file names the image, by ``--environment`` of sbatch or srun, as at CSCS."""
+    """Return whether an option ``--environment`` of sbatch or srun names the image, as at CSCS: in
+    a file of its own."""
     words = launch.settings.get("srun", [])
     return "environment" in directives.options or any(
         word.text.startswith("--environment=") for word in words
@@ -244,30 +267,32 @@ def _has_environment(launch: Launch, directives: Directives) -> bool:
 
 
 def _take_python(launch: Launch, result: Conversion, has_environment: bool) -> None:
-    """Leave the launch's ``python`` only if it has a path, or if set-up lines or the image's file
-    (`has_environment`) bring it; hpc-ddp finds any other by itself. Add a note on each folder that
-    a set-up line puts at the end of PATH: the script's Python may be there."""
+    """Set the launch's ``python`` if it is named by a path, or if set-up lines or the image's file
+    (`has_environment`) bring it; else remove it, for hpc-ddp finds one by itself. Add a note to
+    `result` on each folder that a set-up line puts at the end of PATH: the script's Python may be
+    there."""
     python = launch.settings.pop("python", [literal("python", launch.line)])
     for text, line in result.lists.get("setup", ()):
         if launch.program and (end := _AT_THE_END.search(text)):
             reason = f"PATH has {end[1]} at its end: if the script's torchrun, or Python, is there"
             result.note(line, f'{reason}: python = "{end[1]}/python"')
     lists = {key: "\n".join(line for line, _ in result.lists.get(key, [])) for key in _SETUP}
-    if "activate" in lists["setup"]:  # config.default_python
-        lists["setup"] = ""
+    if "activate" in lists["setup"]:
+        lists["setup"] = ""  # `config.default_python` finds the environment's Python there
     brings = "PATH" in result.env or any(map(_BRINGS_PYTHON.search, lists.values()))
     without = {"image", "container"} | (set() if launch.kind else {"no-python"})
     is_in_image = bool(launch.settings.keys() & without)
     is_brought = brings and not is_in_image and launch.program
     if is_brought or has_environment or re.search("[/$]", python[0].text):
-        path = literal(_of_home(python[0].text), python[0].line)
+        path = literal(_fill_in_home(python[0].text), python[0].line)
         launch.settings["python"] = [python[0] if "$" in path.text else path]
 
 
 def _take_image(launch: Launch, directives: Directives, result: Conversion) -> None:
-    """Add the image of the directives, and their other options of pyxis, to the launch's settings.
-    A container without an image is removed from these, and its line is lost. A note says in which
-    folder a container of pyxis starts."""
+    """Add the image of the directives, and their other options of pyxis, to the launch's settings;
+    Shifter's image is removed from the raw options in `result`. A container without an image is
+    removed from the settings, and its line is lost. A note says in which folder a container of
+    pyxis starts."""
     words = {n: literal(operand, at) for n, (operand, at) in directives.options.items()}
     _take_named_image(launch, words, result)
     if _has_environment(launch, directives):
@@ -290,9 +315,9 @@ def _take_image(launch: Launch, directives: Directives, result: Conversion) -> N
 
 
 def _take_named_image(launch: Launch, words: Mapping[str, Word], result: Conversion) -> None:
-    """Make the image that a directive of sbatch names, by the `words` of its options, that of a
-    launch without one: pyxis's ``--container-image``, or Shifter's ``--image``, which is then no
-    raw option in `result` any more: hpc-ddp writes it."""
+    """Set the image of a launch without one to that which a directive names: ``--container-image``
+    of pyxis, or ``--image`` of Shifter. The latter is removed from the raw options in `result`, for
+    hpc-ddp writes it. `words` are the values of sbatch's options, by name."""
     is_shifter = launch.settings.get("container-tool", [literal("")])[0].text == "shifter"
     image = words.get("container-image") or (words.get("image") if is_shifter else None)
     if is_shifter and image:
@@ -303,8 +328,8 @@ def _take_named_image(launch: Launch, words: Mapping[str, Word], result: Convers
         launch.settings.setdefault("container-tool", [literal("pyxis", image.line)])
 
 
-def _of_home(text: str) -> str:
+def _fill_in_home(text: str) -> str:
     """Return a path with the home folder in place of ``~`` or ``$HOME`` at its beginning, and with
-    the user's name in place of ``$USER``."""
+    the user's name in place of each ``$USER``, if this shell has it."""
     text = re.sub(r"\$(USER\b|\{USER\})", lambda match: os.environ.get("USER", match[0]), text)
     return os.path.expanduser(re.sub(r"^\$\{?HOME\}?(?=/)", "~", text))

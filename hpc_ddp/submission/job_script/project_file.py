@@ -11,13 +11,14 @@ from hpc_ddp.core.job.slurm_options import as_pairs
 from hpc_ddp.submission.job_script.conversion import LOST, OURS, TAKEN, Conversion, TextAt
 from hpc_ddp.submission.job_script.directives import BURST_BUFFER
 
+# The first keys of a file; others follow in the order in which they are set.
 _ORDER = ("script", "module", "no-python", "args", "job-name", "nodes", "gpus-per-node")
 _WIDTH = 48  # of the text of a line in the table, in characters
 
 
 def to_toml(conversion: Conversion, name: str) -> str:
-    """Return the text of a project file; behind each value stands the line of the script that it
-    comes from. The text's first line names the script by its path, `name`."""
+    """Return the text of a project file; behind each value stands the number of the script's line
+    that it comes from, as a comment. The first line names the script by its path, `name`."""
     # A name with a line break would begin a setting of its own.
     file = " ".join(name.splitlines())
     lines = [f"# From {file}, by hpc-ddp import; the numbers are its lines.", ""]
@@ -25,35 +26,38 @@ def to_toml(conversion: Conversion, name: str) -> str:
     for key in sorted(keys, key=lambda key: (*_ORDER, key).index(key)):
         if key in conversion.values:
             setting, line = conversion.values[key]
-            lines.append(f"{key} = {_value(setting)}{_comment(line)}")
+            lines.append(f"{key} = {_to_value(setting)}{_line_comment(line)}")
         elif entries := conversion.lists[key]:
-            lines += _list(key, entries)
+            lines += _to_list(key, entries)
     if conversion.env:
         lines += ["", "[env]"]
-        lines += [f"{k} = {_value(v)}{_comment(line)}" for k, (v, line) in conversion.env.items()]
+        for variable, (text, line) in conversion.env.items():
+            lines.append(f"{variable} = {_to_value(text)}{_line_comment(line)}")
     return "\n".join(lines) + "\n"
 
 
-def _list(key: str, entries: Sequence[TextAt]) -> list[str]:
-    """Return the lines of a list as TOML. Arguments, container options and names to expand that
-    come from one line of the script share a line; each other entry has its own."""
+def _to_list(key: str, entries: Sequence[TextAt]) -> list[str]:
+    """Return the lines of ``key = […]`` in TOML. Arguments, container options and names to expand
+    that come from one line of the script share a line; each other entry has its own."""
     is_joined = key in ("args", "expand", "container-options")
+    # A group has the entries of one line; with the index in its key, a single one.
     groups = groupby(enumerate(entries), lambda pair: (pair[1][1], is_joined or pair[0]))
-    rows = [(", ".join(_value(e) for _, (e, _) in row), line) for (line, _), row in groups]
+    rows = [(", ".join(_to_value(e) for _, (e, _) in row), line) for (line, _), row in groups]
     if len(rows) == 1 and "\n" not in rows[0][0]:
-        return [f"{key} = [{rows[0][0]}]{_comment(rows[0][1])}"]
-    return [f"{key} = [", *(f"  {row},{_comment(line)}" for row, line in rows), "]"]
+        return [f"{key} = [{rows[0][0]}]{_line_comment(rows[0][1])}"]
+    return [f"{key} = [", *(f"  {row},{_line_comment(line)}" for row, line in rows), "]"]
 
 
-def _value(setting: Any) -> str:
-    """Return a setting as TOML; a text of several lines stands between ``'''``, unless these are in
-    it."""
+def _to_value(setting: Any) -> str:
+    """Return a setting (a text, number, truth or list) as TOML; a text of several lines stands
+    between ``'''``, unless these are in it."""
     if isinstance(setting, str) and "\n" in setting and "'''" not in setting:
         return f"'''\n{setting}'''"
-    return json.dumps(setting, ensure_ascii=False)
+    return json.dumps(setting, ensure_ascii=False)  # which is TOML, too
 
 
-def _comment(line: int) -> str:
+def _line_comment(line: int) -> str:
+    """Return the comment with a line's number; '' for 0."""
     return f"  # {line}" if line else ""
 
 
@@ -66,25 +70,33 @@ def subtract_site(conversion: Conversion, site: Mapping[str, Any]) -> None:
         if str(conversion.values.get(key, ("",))[0]) == str(setting):
             conversion.values.pop(key, None)
         elif key in ("sbatch", "srun", "setup"):
-            entries = conversion.lists.pop(key, [])
-            names = {name for name, _ in as_pairs([e for e, _ in entries if key != "setup"])}
-            if remaining := [entry for entry in entries if entry[0] not in setting]:
-                conversion.lists[key] = remaining
-            if key == "setup":
-                continue
-            for entry in setting:
-                ((name, text),) = as_pairs([entry])
-                if key == "sbatch" and conversion.values.get(name, ("",))[0] == text:
-                    del conversion.values[name]  # the site has it as a raw option
-                elif name not in names:
-                    conversion.append("without", entry, 0)
+            _subtract_entries(conversion, key, setting)
     for name, text in site.get("env", {}).items():
         if conversion.env.get(name, ("",))[0] == text:
             conversion.env.pop(name, None)
 
 
+def _subtract_entries(conversion: Conversion, key: str, site_entries: Sequence[str]) -> None:
+    """Remove a site's entries of ``sbatch``, ``srun`` or ``setup`` (`key`) from a conversion. Each
+    option of the site that the script does not have goes to ``without``; one that the script has
+    with the same value under a key of its own is removed there."""
+    entries = conversion.lists.pop(key, [])
+    if remaining := [entry for entry in entries if entry[0] not in site_entries]:
+        conversion.lists[key] = remaining
+    if key == "setup":  # whose entries are no options
+        return
+    names = {name for name, _ in as_pairs(text for text, _ in entries)}
+    for entry in site_entries:
+        ((name, text),) = as_pairs([entry])
+        if key == "sbatch" and conversion.values.get(name, ("",))[0] == text:
+            del conversion.values[name]
+        elif name not in names:
+            conversion.append("without", entry, 0)
+
+
 def is_code(line: str) -> bool:
-    """Return whether a line of a job script is neither empty nor a mere comment."""
+    """Return whether a line of a job script is neither empty nor a comment; a directive is one for
+    bash alone, and counts."""
     is_directive = line.startswith("#SBATCH") or BURST_BUFFER.match(line)
     return bool(is_directive or (line.strip() and not line.lstrip().startswith("#")))
 
@@ -92,10 +104,10 @@ def is_code(line: str) -> bool:
 def table(conversion: Conversion, text: str) -> list[str]:
     """Return the rows of a table that says what became of each line of a script's `text`.
 
-    The rows of a group stand behind a head with the number of its lines. A row has the line's
-    number, its text without further blanks, cut to `_WIDTH` characters, and the reason. Neighbours
-    with the same group and reason share one row, with the text of the first. Empty lines and
-    comments have no row; a secret's value is not shown.
+    The groups come in the order TAKEN, OURS, LOST, each with a head that has the number of its
+    lines. A row has the line's number, its text with single blanks, cut to `_WIDTH` characters, and
+    the reason. Neighbours with the same group and reason share one row, with the text of the first.
+    Empty lines and comments have no row. Only the beginning of a line with a secret is shown.
     """
     rows: dict[str, list[str]] = {group: [] for group in (TAKEN, OURS, LOST)}
     counts = dict.fromkeys(rows, 0)
@@ -104,7 +116,7 @@ def table(conversion: Conversion, text: str) -> list[str]:
         members = list(equal)
         (first, line), last = members[0], members[-1][0]
         content = " ".join(line.split())
-        if "secret" in reason:  # nor is it printed
+        if "secret" in reason:  # the first two words, up to a =
             content = f"{' '.join(content.split()[:2]).partition('=')[0]} ..."
         short = content if len(content) <= _WIDTH else content[: _WIDTH - 3] + "..."
         place = str(first) if first == last else f"{first}-{last}"

@@ -9,6 +9,7 @@ from hpc_ddp.core.job.checks import SECRET_NAME, URL_WITH_PASSWORD
 from hpc_ddp.submission.job_script.conversion import LOST, Conversion
 
 MARK = "a secret's value is not written: export {0} in your shell; as --env {0}"
+# The beginning of a value that is no secret: a truth, a number, a path, code, or a placeholder.
 _PLAIN = r"(?i:true|false|none|null|yes|no|offline|disabled|auto)\b|[\d.]+\b|[{$\"'<>/~-]"
 _NAME = rf"(?i:(?:{SECRET_NAME})(?:ORD|D|S)?)"  # to its end
 _ENDS_IN_NAME = re.compile(rf"{_NAME}$")
@@ -30,7 +31,7 @@ _FORM = re.compile(
     rf"|\b(?:curl|wget)\b[^|;&]*\s(?:-u|--user)[\s=]*[\"']?[^\s:\"']+:(?!{_PLAIN})\S{{4,}}"
     rf"|{_NAME}\S*\s*<<<\s*[\"']?(?!{_PLAIN})\S{{4,}}"
 )
-# A key without more in its name may be one of a table: then its value is a word.
+# A name with "key", but not "api_key" and the like, may be that of a table: its value is a word.
 _OF_A_TABLE = re.compile(r"(?i:(?!.*(?:api|access|private)).*key)[=:\s\"']*")
 # The name of a model or a data set, as Qwen2.5-32B-Instruct: words, with numbers behind them.
 _NAME_OF_THING = r"[A-Za-z]+(?:[\d.]{0,5}[_./-](?:[A-Za-z]+|[\d.]+[A-Za-z]?))+[\d.]{0,5}"
@@ -43,8 +44,8 @@ _OF_TOKENS = re.compile(
 
 
 def looks_secret(text: str) -> bool:
-    """Return whether a line, or a value, has the form of a secret, as ``--token=a1b2c3`` or
-    ``https://user:a1b2c3@host``."""
+    """Return whether a line, or a value, has a secret in it by its form: ``--token=a1b2c3``, a
+    service's token (``hf_…``), or ``https://user:a1b2c3@host``."""
     return any(
         not (match["name"] and _is_word(match["name"], match["content"]))
         for match in _FORM.finditer(text)
@@ -52,17 +53,18 @@ def looks_secret(text: str) -> bool:
 
 
 def _is_word(name: str, content: str) -> bool:
-    """Return whether `name`, with the sign behind it, may be a table's key, or an option on tokens,
-    and `content` is a short word: then `content` is no secret."""
+    """Return whether a value, `content`, is no secret in spite of its `name`, which may have a sign
+    behind it: the name may be a table's key (``sort_key=``), or one on the tokens of a language
+    model (``pad_token=``), and the value is a short word, or the name of a model."""
     is_table = _OF_A_TABLE.fullmatch(name) or _OF_TOKENS.fullmatch(name)
     return bool(is_table and re.fullmatch(rf"[A-Za-z_.-]{{1,15}}|{_NAME_OF_THING}", content))
 
 
 def is_secret(name: str, content: str | None = None) -> bool:
     """Return whether the value (`content`) of a variable or an option is a secret: it has the form
-    of a secret, or the name is a secret's and the value no plain one, as a number or a path.
+    of a secret, or the `name` is a secret's and the value no plain one, as a number or a path.
     Without `content` the name alone decides. ``API_KEY`` with ``a1b2c3`` is one, with ``/a/file``
-    it is none."""
+    it is none. A default, ``${A:-a1b2c3}``, counts as the value."""
     is_named = bool(re.search(SECRET_NAME, name, re.I))
     if content is None:
         return is_named
@@ -72,43 +74,53 @@ def is_secret(name: str, content: str | None = None) -> bool:
     return looks_secret(content) or (is_named and not is_plain)
 
 
-def take_out(result: Conversion) -> None:
+def take_out_secrets(result: Conversion) -> None:
     """Remove the values of secrets from the arguments and variables of a conversion, in place.
 
-    An argument gets ``$NAME`` in place of the value, and ``expand`` gets NAME: the option's name in
-    capitals, else ``SECRET``. A number follows where a variable of the script, or another secret,
-    has that name with another value. ``env`` loses a secret variable. ``env-names``, first put into
-    the order of its lines, gets the name of each secret, so that the user's shell passes the value
-    on; the line with the value is lost.
+    An argument gets ``$NAME`` in place of the value (`_choose_name`), and ``expand`` gets NAME; a
+    secret variable is removed from ``env``. ``env-names``, which is first sorted by its lines, gets
+    the name of each secret, so that the user's shell passes the value on. The line with the value
+    is marked as lost.
     """
     result.lists.get("env-names", []).sort(key=lambda entry: entry[1])
-    contents = result.secrets | {name: text for name, (text, _) in result.env.items()}  # by name
-    for text, _ in result.lists.get("setup", ()):  # "": it has another secret, if it is one
+    contents = result.secrets | {name: text for name, (text, _) in result.env.items()}
+    # Variables of set-up lines, whose names are taken: '' is no secret's value.
+    for text, _ in result.lists.get("setup", ()):
         contents |= dict.fromkeys(re.findall(r"\b([A-Za-z_]\w*)=", text), "")
     before = ""
     for position, (text, line) in enumerate(result.lists.get("args", [])):
-        option, content, inline = _split(before, text)
-        is_named = _ENDS_IN_NAME.search(option)
-        if is_secret(option if is_named else "", content):
-            name = re.sub(r"\W", "_", option.lstrip("-")).upper() if is_named else "SECRET"
-            # Another secret may have that name.
-            names = chain([name], (f"{name}_{number}" for number in count(2)))
-            name = next(n for n in names if contents.setdefault(n, content) == content)
-            hidden = f"{option}=${name}" if inline else f"${name}"
+        option, content, is_inline = _split_argument(before, text)
+        named_option = option if _ENDS_IN_NAME.search(option) else ""
+        if is_secret(named_option, content):
+            name = _choose_name(named_option, content, contents)
+            hidden = f"{option}=${name}" if is_inline else f"${name}"
             result.lists["args"][position] = hidden, line
             result.append("expand", name, line)
-            _hide(result, name, line)
+            _leave_to_shell(result, name, line)
         before = text
     for name, (text, line) in [*result.env.items()]:
         if is_secret(name) or is_secret(name, text):
             del result.env[name]
-            _hide(result, name, line)
+            _leave_to_shell(result, name, line)
 
 
-def _split(before: str, text: str) -> tuple[str, str, bool]:
-    """Return the option, or key, that an argument `text` is the value of, '' without one; the
-    value; and whether `text` has both, as ``--key=VALUE`` and Hydra's ``key=VALUE``. The value of
-    an option `before` it that names a secret may have a ``=``."""
+def _choose_name(option: str, content: str, contents: dict[str, str]) -> str:
+    """Return a variable's name for a secret, and add it with the value, `content`, to `contents`,
+    values by name: API_KEY for ``--api-key``, SECRET for the option ''. A number follows, as in
+    API_KEY_2, where that name has another value."""
+    name = re.sub(r"\W", "_", option.lstrip("-")).upper() if option else "SECRET"
+    names = chain([name], (f"{name}_{number}" for number in count(2)))
+    return next(n for n in names if contents.setdefault(n, content) == content)
+
+
+def _split_argument(before: str, text: str) -> tuple[str, str, bool]:
+    """Return the option, or key, that the argument `text` has a value of, '' for none; the value;
+    and whether `text` has both. `before` is the argument in front of it.
+
+    - ``--key=a`` and Hydra's ``key=a``: the name, "a" and True
+    - "a" behind ``--key``: "--key", "a" and False; so is "a=b" behind ``--token``, as the value of
+      an option that names a secret
+    """
     name, _, inline = text.partition("=")
     is_value = before.startswith("-") and "=" not in before and _ENDS_IN_NAME.search(before)
     if inline and (text.startswith("-") or (not is_value and re.fullmatch(r"[\w.+/-]+", name))):
@@ -116,7 +128,7 @@ def _split(before: str, text: str) -> tuple[str, str, bool]:
     return before if before.startswith("-") else "", text, False
 
 
-def _hide(result: Conversion, name: str, line: int) -> None:
+def _leave_to_shell(result: Conversion, name: str, line: int) -> None:
     """Add a secret's name to ``env-names``, and mark the line that has its value as lost."""
     result.append("env-names", name, line)
     result.mark(line, line, LOST, MARK.format(name))

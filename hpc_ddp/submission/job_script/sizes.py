@@ -19,7 +19,7 @@ def take_sizes(
     gpus: int,
 ) -> None:  # fmt: skip
     """Put the numbers of nodes, workers and CPUs into `result`, and the command that starts the
-    tasks. `numbers` are as from `directives.sizes`, `gpus` are those of a node."""
+    tasks. `numbers` are as from `directives.read_sizes`; `gpus` is the number of a node's GPUs."""
     _take_nodes(launch, result, directives, numbers)
     _take_workers(launch, result, directives, numbers, gpus)
     _take_step_launcher(launch, result, directives, numbers, gpus)
@@ -29,8 +29,9 @@ def take_sizes(
 def _take_nodes(
     launch: Launch, result: Conversion, directives: Directives, numbers: Mapping[str, int]
 ) -> None:
-    """Put the number of nodes into `result`: from the directives, as a range where it is one, else
-    from the launch, else 1 with a note. `numbers` are as from `sizes`."""
+    """Put the number of nodes into `result`, unless it is there: from the directives, as a text
+    where it is a range (``2-4``), else from the launch, else 1 with a note. `numbers` are as from
+    `read_sizes`."""
     nodes = numbers.get("SLURM_NNODES") or launch.nodes
     is_range = has_range_of_nodes(directives, numbers)
     at = directives.line("nodes", "ntasks") or launch.line
@@ -49,8 +50,8 @@ def _take_workers(
     The number is the launcher's; where it names none, its processes divided by the nodes, else one
     for each GPU. Without a launcher of workers it is the number of tasks on a node that srun or
     mpirun starts, else 1. Notes name a number that is not known, torchrun's own default on a node
-    of several GPUs, and a launcher that several tasks of a node would start. The line of tasks that
-    the nodes can't have equally many of is lost. `numbers` are as from `sizes`."""
+    of several GPUs, and a launcher that several tasks of a node would start. Lines are marked as by
+    `_mark_uneven_tasks`. `numbers` are as from `read_sizes`."""
     line, nodes = launch.line, numbers.get("SLURM_NNODES") or launch.nodes or 1
     if launch.kind:
         workers = launch.workers or (launch.processes or 0) // nodes or gpus or 1
@@ -76,7 +77,8 @@ def _take_workers(
 def _mark_uneven_tasks(
     launch: Launch, result: Conversion, directives: Directives, numbers: Mapping[str, int]
 ) -> None:
-    """Mark the line with the number of tasks as lost where the nodes can't have equally many."""
+    """Mark the line with the number of tasks, the launch's or the job's, as lost where the nodes
+    can't have equally many."""
     nodes = numbers.get("SLURM_NNODES") or launch.nodes
     of_job = 0 if launch.tasks_per_node else numbers.get("SLURM_NTASKS", 0)
     tasks = launch.tasks or of_job
@@ -90,14 +92,17 @@ def _take_step_launcher(
     launch: Launch, result: Conversion, directives: Directives, numbers: Mapping[str, int],
     gpus: int,
 ) -> None:  # fmt: skip
-    """Put the command that starts the tasks into `result`, unless that is srun and a launcher of
-    workers runs in them. A program without any launcher becomes one of srun, with a note where the
-    node has several `gpus`. `numbers` are as from `sizes`."""
-    # A program of its own is no child of torchrun's agent, whose variables its children would get.
+    """Put the command that starts the tasks into `result`: as ``step-launcher`` where a launcher of
+    workers runs in them, unless it is srun, hpc-ddp's own; else as ``launcher``.
+
+    A program without any launcher becomes one of srun, unless the number of nodes is a range; it
+    gets a note where the node has several `gpus`. `numbers` are as from `read_sizes`.
+    """
     has_range = has_range_of_nodes(directives, numbers)
-    is_alone = bool(launch.program) and not (launch.kind or has_range)
-    step = launch.step or ("srun" if is_alone else "")
-    if is_alone and not launch.step and gpus > 1 and "no-python" not in launch.settings:
+    lacks_launcher = bool(launch.program) and not (launch.kind or has_range)
+    # Under torchrun the program, and what it starts, would get the variables of a worker.
+    step = launch.step or ("srun" if lacks_launcher else "")
+    if lacks_launcher and not launch.step and gpus > 1 and "no-python" not in launch.settings:
         text = "plain Python: one process; for a worker on each GPU drop launcher, nproc-per-node"
         result.note(launch.line, text)
     if step and not (launch.kind and step == "srun"):
@@ -107,16 +112,20 @@ def _take_step_launcher(
 def _take_cpus(
     launch: Launch, result: Conversion, directives: Directives, numbers: Mapping[str, int]
 ) -> None:
-    """Put the number of CPUs into `result`, from the directives, else from the launch: of a task,
-    or of a node where several tasks of the job become one launcher of workers, or one program. The
-    launch's line is lost where both have a number and they differ. `numbers` are as from
-    `sizes`."""
-    wide = tasks_of_node(numbers) if launch.kind or not launch.step else 1
-    cpus = directives.number("cpus-per-task") or (wide > 1 and launch.cpus is None)
+    """Put the number of CPUs into `result`, from the directives, else from the launch: of a task
+    (``cpus-per-task``), or, where several tasks of the job become one launcher of workers or one
+    program, of a node (``cpus-per-node``, at least one for each task).
+
+    The launch's line is marked as lost where both have a number, and they differ. `numbers` are as
+    from `read_sizes`.
+    """
+    tasks = tasks_of_node(numbers) if launch.kind or not launch.step else 1  # that become one
+    default = 1 if tasks > 1 and launch.cpus is None else 0  # of Slurm, for each task
+    cpus = directives.number("cpus-per-task") or default
     if cpus:
-        key = "cpus-per-task" if wide == 1 else "cpus-per-node"
+        key = "cpus-per-task" if tasks == 1 else "cpus-per-node"
         at = directives.line("cpus-per-task", "ntasks-per-node", "ntasks")
-        result.values[key] = cpus * wide, at
+        result.values[key] = cpus * tasks, at
         if launch.cpus not in (None, cpus):
             text = f"srun --cpus-per-task={launch.cpus} beside {cpus} of the job: cpus-per-task = N"
             result.mark(launch.line, launch.line, LOST, text)

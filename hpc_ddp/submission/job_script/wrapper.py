@@ -17,19 +17,20 @@ from hpc_ddp.submission.job_script.statements.reader import Reader
 
 _SUBMIT = "hpc-ddp submit does it"
 _BEHIND = "behind the submit: a script of yours, behind hpc-ddp submit"
-# What a script may do with the file that has the job.
+# Commands of a script on the file that has the job.
 _OF_FILE = re.compile(r"(chmod|rm|echo|printf)\b")
-# Where the script lies, which a job does not know.
+# The script's own path, which a job does not know.
 _OF_ITSELF = re.compile(r"\$0\b|\$\{0|BASH_SOURCE")
-# What an unquoted here-document has of its own: escapes, variables, arguments and other code.
+# All that bash replaces in an unquoted here-document: an escaped character, [1], variables,
+# arguments, and the beginning of other code.
 _EXPANDED = re.compile(r"\\([$`\\])|\$(?:\w+|[@*#]|\{[^{}]*\})|`|\$\(")
 
 
 @dataclass
 class JobText:
-    """The contents of a script for sbatch: its `directives`, and the `text` of its statements, at
-    their lines. `marks` has (group, reason), by line, of lines that are neither; `line` is that of
-    the sbatch which submits it, 0 where the user does."""
+    """The contents of a script for sbatch: its `directives`, and a `text` that has its statements,
+    each in the line where the submitted script has it. `marks` has (group, reason), by line, of
+    lines that are neither; `line` is that of the sbatch in it, 0 where the user calls sbatch."""
 
     directives: Directives
     text: str
@@ -39,8 +40,8 @@ class JobText:
 
 @dataclass(frozen=True)
 class _Document:
-    """A here-document with directives: its word, its text, and the file that ``cat`` writes it to,
-    '' for a document that sbatch reads."""
+    """A here-document with directives, ``<<EOT``: the nodes of its word, its text and the word at
+    its end; and the file that ``cat`` writes it to, '' for a document that sbatch reads."""
 
     word: Node
     body: Node
@@ -49,93 +50,112 @@ class _Document:
 
     @property
     def numbers(self) -> range:
-        """The numbers of its lines."""
+        """The numbers of the text's lines in the script, from 1."""
         return range(self.body.start_point[0] + 1, self.end.start_point[0] + 1)
 
 
 def unwrap(text: str, scope: Scope) -> JobText:
-    """Return the contents of a script, or those of the script that it submits.
+    """Return the contents of a script, or those of the script that it submits. `scope` is that of
+    the script's begin; it is changed. Raise as `syntax.parse`.
 
-    The latter is the only here-document with directives, which goes to the only sbatch or, by
-    ``cat``, to its file or pipe; neither stands in a block or a list. The statements before it are
-    in the text, too: the job has their variables, by the shell that submits. In an unquoted
-    here-document their values stand as they are there; where one is not known here, or a line is of
-    no use in a job, the script is taken as it is. `scope` is that of the script's begin; it is
-    changed. Raises as `syntax.parse`.
+    The submitted script is the only here-document with directives. The only sbatch must read it:
+    by ``sbatch <<EOT`` or ``cat <<EOT | sbatch``, or from the file of ``cat > FILE <<EOT``. Neither
+    may stand in a block or a list. Statements in front of it are in the text, too, since
+    the job has their variables, by the shell that submits. In an unquoted here-document these are
+    replaced by their values. Where one is not known here, or where those statements need the path
+    of the script, the contents are those of the script as it is.
     """
     directives = read_directives(text)
-    plain = JobText(directives, text)
+    as_it_is = JobText(directives, text)
     if directives.options or not re.search(r"<<[\s\S]*^\s*#SBATCH", text, re.M):
-        return plain
+        return as_it_is
     root = syntax.parse(text)
     statements = [node for node in root.named_children if node.type != "comment"]
-    documents = [(i, d) for i, node in enumerate(statements) if (d := _document_of(node))]
+    documents = [(i, d) for i, node in enumerate(statements) if (d := _find_document(node))]
     commands = [node for node in syntax.all_below(root) if _name_of(node) == "sbatch"]
-    submits = [(i, c) for i, node in enumerate(statements) if (c := _submit_of(node))]
+    submits = [(i, c) for i, node in enumerate(statements) if (c := _find_submit(node))]
     if not len(documents) == len(commands) == len(submits) == 1:
-        return plain
-    (at, document), (last, command) = documents[0], submits[0]
+        return as_it_is
+    (at, document), (submit_at, command) = documents[0], submits[0]
     lines, before = text.splitlines(), statements[:at]
     first = syntax.lines_of(statements[at])[0]
-    if last < at or _OF_ITSELF.search("\n".join(map(source, before))):
-        return plain
+    if submit_at < at or _OF_ITSELF.search("\n".join(map(source, before))):
+        return as_it_is
     reader = Reader(scope)
     reader.read("\n".join(lines[: first - 1]))
     unexported = {s.name for s in reader.statements if s.name and not s.exported}
     words = scope.words(command.named_children[1:])
-    if not _is_for(words, document) or not _write_lines(lines, document, scope, unexported):
-        return plain
-    return _make_job(lines, statements, document, (at, last), words)
+    if not _reads_document(words, document):
+        return as_it_is
+    if not _write_lines(lines, document, scope, unexported):
+        return as_it_is
+    return _make_job(lines, statements, document, (at, submit_at), words)
 
 
 def _make_job(
     lines: list[str], statements: Sequence[Node], document: _Document, places: tuple[int, int],
     words: list[Word],
 ) -> JobText:  # fmt: skip
-    """Return the job of a `document` whose text is in `lines` by now. `places` are the indexes of
-    the statements that have it and submit it, `words` those behind ``sbatch``."""
-    at, last = places
+    """Return the job of a `document` whose text is in `lines`, those of the script, as sbatch gets
+    it; the first of the `lines` is changed to the job's ``#!``. `places` are the indexes of the
+    statements that have the document and submit it, `words` those behind ``sbatch``.
+
+    Statements behind the document that hpc-ddp does not do itself are marked as lost.
+    """
+    at, submit_at = places
     only_body = (line if n in document.numbers else "" for n, line in enumerate(lines, 1))
     job = JobText(read_directives("\n".join(only_body)), "")
-    job.line = syntax.lines_of(statements[last])[0]
+    job.line = syntax.lines_of(statements[submit_at])[0]
     options = words[:-1] if document.file else words
     _take_options(job.directives, options, job.line)
     for index, node in enumerate(statements):
         code, (begin, end) = source(node), syntax.lines_of(node)
-        is_of_file = document.file and document.file in code.split() and _OF_FILE.match(code)
-        is_known = index in places or is_of_file or syntax.only_reports(node)
-        is_known = is_known or code.startswith("set ")  # for the shell that submits
-        is_known = is_known or (index < at and node.type == "function_definition")
-        if is_known or index > at:
-            mark = (OURS, _SUBMIT) if is_known else (LOST, _BEHIND)
-            around = (n for n in range(begin, end + 1) if n not in document.numbers)
-            job.marks |= dict.fromkeys(around, mark)
+        is_before = index < at
+        if index in places or _is_for_submit(node, document, is_before):
+            mark = OURS, _SUBMIT
+        elif not is_before:
+            mark = LOST, _BEHIND
         elif "chdir" in job.directives.options and code.startswith("cd "):
-            job.marks |= dict.fromkeys(range(begin, end + 1), (OURS, "the job has a --chdir"))
+            mark = OURS, "the job has a --chdir"
+        else:
+            continue
+        around = (n for n in range(begin, end + 1) if n not in document.numbers)
+        job.marks |= dict.fromkeys(around, mark)
     start = lines[document.numbers[0] - 1]
     lines[0] = start if start.startswith("#!") else "#!/bin/bash"
     job.text = "\n".join("" if n in job.marks else line for n, line in enumerate(lines, 1))
     return job
 
 
+def _is_for_submit(node: Node, document: _Document, is_before: bool) -> bool:
+    """Return whether a statement is of use for the submit alone: it changes the document's file or
+    prints its name, prints something, sets options of the shell, or, in front of the document
+    (`is_before`), defines a function."""
+    code = source(node)
+    is_of_file = document.file and document.file in code.split() and _OF_FILE.match(code)
+    is_function = is_before and node.type == "function_definition"
+    is_setting = code.startswith("set ") or is_function
+    return bool(is_of_file or is_setting or syntax.only_reports(node))
+
+
 def _name_of(node: Node) -> str:
-    """Return the name of a command that has no variables of its own; '' for another node."""
+    """Return the name of a command without assignments in front of it; '' for any other node."""
     kinds = {child.type for child in node.named_children}
     is_command = node.type == "command" and "variable_assignment" not in kinds
     return source(node.child_by_field_name("name")) if is_command else ""
 
 
 def _without_assignment(node: Node) -> Node:
-    """Return the command of ``X=$(…)``, of another node itself."""
+    """Return the command in ``X=$(command)``; any other node itself."""
     inner = node.child_by_field_name("value") if node.type == "variable_assignment" else None
     if inner is None or inner.type != "command_substitution" or len(inner.named_children) != 1:
         return node
     return inner.named_children[0]
 
 
-def _document_of(node: Node) -> _Document | None:
-    """Return the here-document with directives that a statement of ``sbatch`` or ``cat`` has; None
-    for another statement."""
+def _find_document(node: Node) -> _Document | None:
+    """Return the here-document with directives of a statement ``sbatch <<EOT``, ``cat > FILE
+    <<EOT`` or ``cat <<EOT | …``, also in ``X=$(…)``; None for any other statement."""
     node = _without_assignment(node)
     if node.type != "redirected_statement":
         return None
@@ -148,30 +168,33 @@ def _document_of(node: Node) -> _Document | None:
         return None
     if not re.search(r"^\s*#SBATCH", source(parts["body"]), re.M):
         return None
+    # tree-sitter has a > behind the word, and the pipe, in the node of the document.
     files = [r for r in (*redirects, *document.named_children) if r.type == "file_redirect"]
     file = source(files[0].named_children[-1]).strip("\"'") if files else ""
     is_written = len(files) == 1 and source(files[0]).startswith(">") and "pipeline" not in parts
     is_cat = source(command) == "cat" and (is_written if files else "pipeline" in parts)
     is_submit = _name_of(command) == "sbatch" and not files and "pipeline" not in parts
-    triple = parts["start"], parts["body"], parts["end"]
-    return _Document(*triple, file) if is_cat or is_submit else None
+    if is_cat or is_submit:
+        return _Document(parts["start"], parts["body"], parts["end"], file)
+    return None
 
 
-def _submit_of(node: Node) -> Node | None:
-    """Return the command ``sbatch`` of a statement that is no more than it, or than ``cat`` of a
-    here-document before it; None for another statement."""
+def _find_submit(node: Node) -> Node | None:
+    """Return the command ``sbatch`` of a statement that is this command alone, ``sbatch <<EOT`` or
+    ``cat <<EOT | sbatch``, also in ``X=$(…)``; None for any other statement."""
     node = _without_assignment(node)
-    if node.type == "redirected_statement" and _document_of(node):
+    if node.type == "redirected_statement" and _find_document(node):
         command, document = node.named_children[0], node.named_children[-1]
         pipes = [c for c in document.named_children if c.type == "pipeline"]
-        behind = pipes[0].named_children if pipes else [command]
-        node = behind[0] if len(behind) == 1 else node
+        readers = pipes[0].named_children if pipes else [command]
+        node = readers[0] if len(readers) == 1 else node
     return node if _name_of(node) == "sbatch" else None
 
 
-def _is_for(words: Sequence[Word], document: _Document) -> bool:
-    """Return whether the words behind ``sbatch`` are options, and the document's file where it has
-    one; options are known but for their values."""
+def _reads_document(words: Sequence[Word], document: _Document) -> bool:
+    """Return whether the `words` behind ``sbatch`` are options, and at their end the document's
+    file if it has one. The first word must be an option, and so must a word with code: the values
+    of others may be known to the job alone."""
     options = words[:-1] if document.file else words
     is_named = not document.file or (words[-1:] and words[-1].text in _forms(document.file))
     return bool(is_named) and all(
@@ -181,19 +204,23 @@ def _is_for(words: Sequence[Word], document: _Document) -> bool:
 
 
 def _forms(file: str) -> set[str]:
-    """Return the texts by which a file may be named that is written so in a script."""
+    """Return the texts that may name a `file` in another line of the script: with or without
+    ``./``, and ``$A`` for ``${A}``."""
     return {file, file.removeprefix("./"), f"./{file}", re.sub(r"\$\{(\w+)\}", r"$\1", file)}
 
 
 def _write_lines(lines: list[str], document: _Document, scope: Scope, unexported: set[str]) -> bool:
-    """Write the lines of a here-document into a script's `lines` as its reader gets them. Return
-    whether that can be done: all that bash puts into an unquoted one is known, but for directives;
-    and what only the job expands is no variable of the script that it does not export
-    (`unexported`), unless the document sets it."""
+    """Change the lines of a here-document in `lines`, those of the script, to what its reader gets,
+    and return whether they can be those of a job.
+
+    They can't where bash puts something into an unquoted document that is not known here, except in
+    a directive; then some lines are not changed. Nor can they where the job would need a variable
+    that the script sets and does not export (`unexported`), and the document does not set.
+    """
     for number in document.numbers:
         is_cut = source(document.word.prev_sibling) == "<<-"
-        line = lines[number - 1].lstrip("\t" if is_cut else "")
-        if source(document.word)[:1] not in "\"'\\":
+        line = lines[number - 1].lstrip("\t" if is_cut else "")  # "": nothing is cut
+        if source(document.word)[:1] not in "\"'\\":  # unquoted
             expanded = _expand(line, scope)
             if expanded is None and not line.startswith("#SBATCH"):
                 return False
@@ -207,11 +234,12 @@ def _write_lines(lines: list[str], document: _Document, scope: Scope, unexported
 
 def _expand(text: str, scope: Scope) -> str | None:
     """Return a line of an unquoted here-document as bash writes it; None where it has code whose
-    result is not known. A variable of the shell that submits stays, for the job has it, too."""
+    result is not known. A variable that the script does not set stays as it is, since the job has
+    it from the shell that submits. `scope` is changed by ``${A:=x}``. Raise as `syntax.parse`."""
     unknown = []
 
     def value_of(match: re.Match[str]) -> str:
-        if match[1]:
+        if match[1]:  # an escaped character
             return match[1]
         if match[0] in ("`", "$("):
             unknown.append(match[0])
@@ -228,8 +256,9 @@ def _expand(text: str, scope: Scope) -> str | None:
 
 
 def _take_options(directives: Directives, words: list[Word], line: int) -> None:
-    """Put the options on sbatch's command line, of a `line`, before equal directives. Options with
-    code in their values, also those of directives, are lost."""
+    """Put the options on sbatch's command line, `words` of a `line`, into `directives`, where they
+    replace equal ones. Remove options, also those of directives, that have code in their values,
+    and mark their lines as lost."""
     for name, operand in read_options(words):
         if name in directives.options:
             reason = f"--{name} of line {line} replaces it"

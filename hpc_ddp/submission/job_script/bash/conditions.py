@@ -57,9 +57,9 @@ def truth_of(node: Node, scope: Scope, is_guessed: bool) -> bool | None:
 
 
 def _compare(words: list[Word], operator_text: str, scope: Scope) -> bool | None:
-    """Return whether a test's operator, as ``-gt``, holds for its two words. Words that are numbers
-    are compared as numbers, also by ``=``. None where only the job knows a word, and for other
-    operators (``-f``) or other than two words."""
+    """Return whether a test holds that has an operator between two `words`: ``4 -gt 1``, ``a = b``.
+    Words that are numbers, also by the numbers in `scope`, are compared as numbers. None where only
+    the job knows a word, for another operator (``-f``), and for more or fewer words."""
     if len(words) != 2 or operator_text not in _OPERATORS:
         return None
     compare = _OPERATORS[operator_text]

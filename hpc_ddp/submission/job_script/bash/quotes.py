@@ -22,12 +22,12 @@ def split_quoted(code: str) -> Iterator[tuple[str, bool]]:
     joined they are the code.
 
     Bash expands nothing in a text in single quotes, in a here-document whose word has quotes, as
-    ``<<'EOT'``, and in a comment. A single quote is a mere letter in double quotes, except within
-    ``$(…)`` there, and where no other single quote follows it.
+    ``<<'EOT'``, and in a comment. A single quote is a mere letter in two places: in double quotes,
+    but not within a ``$(…)`` there; and where no other single quote follows.
     """
     open_signs = [""]  # the innermost last: '"' of a text in quotes, "(" or "`" of a substitution
     position = start = 0  # of the search; of the piece that is not yielded yet
-    document: re.Match[str] | None = None  # operator of one whose text begins in the next line
+    document: re.Match[str] | None = None  # <<EOT of a document that begins in the next line
     while (sign := _SIGN.search(code, position)) or document:
         line_end = code.find("\n", document.end()) if document else -1
         if document and -1 < line_end < (sign.start() if sign else len(code)):

@@ -78,9 +78,9 @@ class Scope:
     defaults: set[str] = field(default_factory=set)  # those whose defaults are used: ${NAME:-x}
 
     def child(self, arguments: Sequence[Word] | None, arguments_are_set: bool) -> Scope:
-        """Return the scope of a child shell with other arguments, as in the fields of these names.
-        Its assignments change no value here, while `secrets`, `formatted`, `gpu_counts`, `guesses`
-        and `defaults` are shared."""
+        """Return the scope of a child shell with its own `arguments` and `arguments_are_set`, as in
+        the fields. Its assignments change no value here, while `secrets`, `formatted`,
+        `gpu_counts`, `guesses` and `defaults` are shared."""
         scope = replace(self, arguments=arguments, arguments_are_set=arguments_are_set)
         scope.values, scope.versions = {**self.values}, Counter(self.versions)
         return scope
@@ -97,7 +97,7 @@ class Scope:
             array = self.values.get(match[1]) if match else None
             if isinstance(array, list):
                 is_quoted = text[0] == '"'
-                words = array if is_quoted else [part for w in array for part in split_text(w)]
+                words = array if is_quoted else [piece for w in array for piece in split_text(w)]
                 result += [replace(word, line=word.line if line is None else at) for word in words]
             elif which := re.fullmatch(r"(?:\$\(|`)(?:which|command -v) ([\w.-]+)[`)]", text):
                 result.append(literal(which[1], at))
@@ -110,7 +110,8 @@ class Scope:
         return result
 
     def word(self, node: Node | None) -> Word:
-        """Return the value in an assignment as one word, not split; an empty word for None."""
+        """Return the value in an assignment, `node`, as one word, which is not split; an empty word
+        for None, as of ``A=``."""
         if node is None:
             return literal("")
         is_plain = not node.named_children  # is read as if quoted: in A=*.py the star is a star
@@ -214,7 +215,7 @@ class Scope:
 
     def _forget_arguments(self, text: str, first: str) -> None:
         """Forget the script's arguments where a command's `text` has ``set --``, ``getopts`` or
-        ``shift``. Behind a ``shift`` as its `first` word, known arguments stay known."""
+        ``shift``. If ``shift`` is its `first` word, arguments that are known stay so."""
         if re.search(r"\bshift\b|\bset\s+--|\bgetopts\b", text):
             self.lacks_arguments = False
             if first != "shift":
@@ -320,9 +321,7 @@ class Scope:
         if text in ("$#", "${#}") and self.arguments is not None:
             yield Part(str(len(self.arguments)))
         elif name.isdigit() and self.arguments is not None and (is_given or not operator):
-            if name != "0":  # an argument that is not there is empty
-                for word in self.arguments[int(name) - 1 : int(name)]:
-                    yield from word.parts
+            yield from self._argument_parts(int(name))
         elif isinstance(assigned, list) and (array or not match or not operator):
             words = assigned if array or is_all else assigned[:1]  # $A: the first element
             for index, word in enumerate(words):
@@ -338,6 +337,13 @@ class Scope:
             yield from self._default_parts(match, node.named_children[1:], is_quoted)
         else:
             yield self._code_part(text, is_quoted or name in self.secrets)
+
+    def _argument_parts(self, number: int) -> Iterator[Part]:
+        """Yield the parts of an argument by its `number`, from 1; nothing for one that is not
+        there, and for 0."""
+        arguments = (self.arguments or ())[number - 1 : number] if number else ()
+        for word in arguments:
+            yield from word.parts
 
     def _default_parts(
         self, match: re.Match[str], nodes: list[Node], is_quoted: bool

@@ -169,8 +169,7 @@ def body_of(node: Node) -> Node:
 
 def is_comment(node: Node) -> bool:
     """Return whether a node is a comment in the form of a here-document, ``: <<EOT``, in which bash
-    runs nothing: it has quotes around its word, or neither ``$(…)``, a backquote nor a form of
-    ``${…}`` but plain names."""
+    runs nothing: its word has quotes, or its text has no code but plain names of variables."""
     if node.type != "redirected_statement":
         return False
     command, *redirects = node.named_children
@@ -182,9 +181,9 @@ def is_comment(node: Node) -> bool:
 
 
 def only_reports(node: Node) -> bool:
-    """Return whether a block, with all its branches, has commands, and these do no more than print
-    or end the script; a comment does no more. Commands that write files, set variables or run
-    others by ``$(…)``, except ``$(date)`` and ``$(hostname)``, do."""
+    """Return whether a block, with all its branches, only prints or ends the script. It must have
+    commands, all of `_REPORTING`, and may neither write a file, set a variable nor run others by
+    ``$(…)``, except ``$(date)`` and ``$(hostname)``. A comment only reports, too."""
     kinds = {inner.type for inner in _descend(node)}
     names = {source(command.child_by_field_name("name")) for command in commands_of(node)}
     runs_others = re.search(r"`|\$\((?!\(|date|hostname)", source(node))
@@ -211,9 +210,9 @@ def names_set_in(node: Node) -> set[str]:
 
 def adds_words(name: str, text: str) -> bool:
     """Return whether an assignment, `text`, only adds words to the end of the variable `name`:
-    ``NAME+=(…)``, ``NAME=("${NAME[@]}" …)``, ``NAME+=" …"`` or ``NAME="$NAME …"``. What is added
-    begins with a blank, so that it does not go on with the last word, and has no operators of the
-    shell, as ``;`` for ``eval``."""
+    ``NAME+=(…)``, ``NAME=("${NAME[@]}" …)``, ``NAME+=" …"`` or ``NAME="$NAME …"``. The added text
+    must begin with a blank, so that it does not go on with the last word, and have no operators of
+    the shell, as ``;`` for ``eval``."""
     array = rf"{name}(\+=\(|=\(\s*\"\$\{{{name}\[@\]\}}\"\s)"
     blank = r"(?=\s|\\\n)"
     double = rf"{name}(\+=\"|=\"\$({name}|\{{{name}\}})){blank}{_ADDED_TEXT}\"$"

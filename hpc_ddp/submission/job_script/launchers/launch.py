@@ -75,7 +75,7 @@ class Launch:
         self.settings.setdefault(key, []).extend(words)
 
     def mark(self, line: int, group: str, text: str) -> None:
-        """Add a mark, as in `marks`."""
+        """Append a mark to `marks`, which says what a group is."""
         self.marks.append((line, group, text))
 
     def mark_stale(self, words: Sequence[Word], scope: Scope, line: int) -> None:

@@ -82,8 +82,8 @@ def read_launch(
 
 
 def _drop_prefix(words: list[Word], launch: Launch) -> list[Word]:
-    """Return the words behind ``exec``, ``nohup``, ``command``, or ``time`` with its options, which
-    gets a note."""
+    """Return the words behind ``exec``, ``nohup``, ``command`` or ``time``. The options of ``time``
+    are left out, too, and `launch` gets a note on it."""
     prefix, *remaining = words
     if prefix.text.rsplit("/", 1)[-1] == "time":
         launch.mark(prefix.line, "", "time is left out: hpc-ddp status has the times")
@@ -170,8 +170,8 @@ def read_python(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
 
 
 def _drop_python_flags(words: list[Word], launch: Launch) -> list[Word]:
-    """Return the words behind Python's flags, from ``-m`` or a script on. Lines with other flags
-    than ``-u`` are marked as lost."""
+    """Return the words behind Python's flags, from ``-m`` or a script on; ``-um`` becomes ``-u``
+    and ``-m``. Lines with other flags than ``-u`` are marked in `launch` as lost."""
     remaining = list(words)
     if remaining and re.fullmatch(r"-[uEsSIBOqvx]+m", remaining[0].text):  # python -um module
         line = remaining[0].line

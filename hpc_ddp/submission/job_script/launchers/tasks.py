@@ -104,9 +104,10 @@ def convert_ssh(words: list[Word]) -> list[Word]:
 
 
 def read_srun(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
-    """Read srun and its options, and return the words behind them. An image makes pyxis the
-    container tool. A variable among the options, as ``srun $OPTIONS -n 4 a.out``, is left out: with
-    a note that it counts as unset, or as lost where the script sets it or may have set it."""
+    """Read srun and its options into `launch`, and return the words behind them. An image makes
+    pyxis the container tool. A variable among the options, as ``srun $OPTIONS -n 4 a.out``, is left
+    out: with a note that it counts as unset, or as lost where the script sets it or may have set
+    it."""
     launch.step = "srun"
     words = launch.take_first_component(words)
     remaining = launch.take_options(words, _SRUN, scope)
@@ -134,7 +135,8 @@ def read_srun(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
 
 
 def read_mpirun(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
-    """Read mpirun, by any of its names, or ibrun; return the words behind its options."""
+    """Read mpirun, by any of its names, or ibrun, with its options into `launch`; return the words
+    behind them."""
     launch.step = "ibrun" if words[0].text.endswith("ibrun") else "mpirun"
     options: list[Word] = []
     for word in launch.take_first_component(words):
@@ -147,8 +149,9 @@ def read_mpirun(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
 
 
 def take_command(words: list[Word], launch: Launch) -> None:
-    """Make a command that is no launcher the program of each task (``no-python``), with the weight
-    2, unless it surely trains nothing, as mkdir. A launcher among its words gets a note."""
+    """Make a command that is no launcher, `words`, the program of `launch` (``no-python``), with
+    the weight 2, unless it surely trains nothing, as mkdir. A launcher among its words gets a
+    note."""
     inner = r"(.*/)?(torchrun|accelerate|deepspeed|composer)|torch\.distributed\.(run|launch)"
     if any(re.fullmatch(inner, text) for word in words[1:] for text in word.text.split()):
         text = f"{words[0].text} starts a launcher of its own in each task, as it is written"
@@ -214,8 +217,8 @@ def _read_singularity(tool: str, words: list[Word], launch: Launch, scope: Scope
 
 def read_wrapper(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
     """Read a site's command that enters a container, as CSC's ``singularity_wrapper exec``: its
-    words up to ``exec``, or all without one, become the setting ``container``. Return the words
-    behind ``exec``."""
+    words up to ``exec``, or all without one, become the setting ``container`` of `launch`. Return
+    the words behind ``exec``."""
     at = next((i for i, word in enumerate(words) if word.text == "exec"), len(words))
     pieces = [piece for word in words[: at + 1] for piece in (" ", word)]
     launch.settings["container"] = [join_words(*pieces[1:])]
@@ -223,7 +226,7 @@ def read_wrapper(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
 
 
 def read_env(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
-    """Read ``env`` and its options, and return the words behind: assignments and the program.
+    """Read ``env`` and its options; return the words behind them: assignments and the program.
     Variables that ``-u`` names leave ``launch.env`` and go to ``launch.unset``; other options are
     lost. A command in one word (``-S``) is no launch: then no words are returned."""
     remaining = words[1:]

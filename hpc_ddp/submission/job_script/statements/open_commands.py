@@ -22,7 +22,7 @@ _KEEPS = re.compile(r">|\btee\b")  # a print that does more
 def extends_launch(name: str, block: syntax.Node, scope: Scope, place: Place) -> bool:
     """Return whether the variable `name` holds the words of a launch, and `block`, a condition or a
     loop, does nothing with it but add words. ``place.step`` is the command whose tasks run the
-    words, '' for the batch script. Of `place` nothing else is read."""
+    words, '' for the batch script; nothing else of `place` counts."""
     assigned = scope.values.get(name)
     words = split_text(assigned) if isinstance(assigned, Word) else assigned or []
     if not words or not syntax.only_adds_words(name, block):
@@ -53,20 +53,20 @@ def leave_empty(
             statement.text = f"{name}=()" if is_array else f"{name}="
             statement.assigned = [] if is_array else literal("")
         for statement in statements:
-            others = [s for s in statements if s is not statement and s.launch is not training]
+            lines = [s for s in statements if s is not statement and s.launch is not training]
             is_of_launch = statement.launch is training or statement in of_text
-            if not is_of_launch and _needs_words(statement, name, others):
+            if not is_of_launch and _needs_words(statement, name, lines):
                 statement.lost = f"it uses {name}, which the launch is made of: setup"
 
 
-def _needs_words(statement: Statement, name: str, others: list[Statement]) -> bool:
+def _needs_words(statement: Statement, name: str, lines: list[Statement]) -> bool:
     """Return whether a statement needs the words that the variable `name` had before it was left
     empty. Statements that set the variable do not, nor do prints, nor an assignment whose value is
-    known and whose variable none of the `others` needs."""
+    known and whose variable none of the `lines`, all further statements, needs."""
     sets = name == statement.name or name in statement.sets
     if sets or name not in statement.names:
         return False
     is_known = statement.name and statement.assigned is not None
-    if is_known and not any(statement.name in other.names for other in others):
+    if is_known and not any(statement.name in line.names for line in lines):
         return False
     return not PRINTS.match(statement.text) or bool(_KEEPS.search(statement.text))

@@ -237,9 +237,9 @@ class Reader(Reading):
 
     def _read_list_with_launch(self, node: Node) -> None:
         """Append the statements of both sides of ``a && b`` or ``a || b``, one of which has a
-        launch. What follows a launch gives no statement if it only reports, as ``|| exit 1``, else
-        a lost one. With a launch behind a test, or behind ``||``, the whole is one lost statement,
-        since only the job knows whether it runs."""
+        launch. A command behind the launch gives no statement if it only reports, as ``|| exit 1``,
+        else a lost one. With a launch behind a test, or behind ``||``, the whole is one lost
+        statement, since only the job knows whether it runs."""
         first, last = node.named_children[0], node.named_children[-1]
         is_test = re.match(r"(\[|test\b|!)", source(first)) or node.children[1].type == "||"
         if is_test and not self._has_launch(first):
@@ -267,7 +267,8 @@ class Reader(Reading):
         removed = [s for s in self.statements if s is statement or re.fullmatch(exports, s.text)]
         for line in (s.lines[0] for s in removed):
             self.resolved.setdefault(line, (OURS, f"{name} is read where it is called"))
-        self.statements = [s for s in self.statements if all(s is not other for other in removed)]
+        removed_ids = set(map(id, removed))
+        self.statements = [s for s in self.statements if id(s) not in removed_ids]
         self.scope.arguments, self.scope.arguments_are_set = words, False
         self._read_node(definition.child_by_field_name("body"))
         self.scope.arguments, self.scope.arguments_are_set, self._place = before
@@ -338,8 +339,9 @@ class Reader(Reading):
         self._read_node(node.child_by_field_name("body"))
 
     def _read_loop_over_nodes(self, node: Node) -> None:
-        """Append the statements in the body of a loop over the nodes. What the loop sets goes to
-        `node_variables`, but for a counter of nodes, which has the value ``$SLURM_NODEID``."""
+        """Append the statements in the body of a loop over the nodes. The variables that the loop
+        sets go to `node_variables`, but for a counter of nodes, whose value is then
+        ``$SLURM_NODEID``."""
         for name in names_set_in(node):
             self.scope.set(name, None)
             self.node_variables.add(name)

@@ -47,8 +47,9 @@ _OUTSIDE = "a task runs it before it enters the container: setup, or worker-setu
 
 
 class Refusals:
-    """Sets `lost` and `decided` of the statements of `reader`. `name` is the script's file name or
-    ''; `launch` is the training, None without one, and `at` the index of its statement."""
+    """Sets `lost` and `decided` of the statements of `reader` (`set_reasons`). `name` is the
+    script's file name or ''; `launch` is the training, None without one, and `at` the index of its
+    statement, as from `choose_launch`."""
 
     def __init__(self, reader: Reader, launch: Launch | None, at: int, name: str) -> None:
         self._statements, self._node_variables = reader.statements, reader.node_variables
@@ -76,7 +77,8 @@ class Refusals:
         }
 
     def set_reasons(self) -> tuple[dict[str, str], int]:
-        """Set `lost` and `decided`, reasons, of all statements but launches. To be called once.
+        """Set `lost` and `decided`, reasons, of all statements but launches that are not lost. To
+        be called once.
 
         Lost is a statement that can't be taken over (`_find_refusal`), or that needs a name or a
         file which a lost statement or a loop over the nodes sets or writes. Decided is one that

@@ -42,8 +42,8 @@ _OF_A_COMMAND = re.compile(r"(?:^|[\s=\"'])(?:--?\w|\S+\.py\b|srun|torchrun|pyth
 
 
 class Fate(NamedTuple):
-    """What becomes of a statement: its group (TAKEN, OURS or LOST); for TAKEN mostly the key of a
-    project file, else the reason; and the set-up or clean-up line that it becomes, '' for none."""
+    """The fate of a statement: its group (TAKEN, OURS or LOST); the reason, for TAKEN mostly a key
+    of the project file; and the set-up or clean-up line that it becomes, '' for none."""
 
     group: str
     reason: str
@@ -116,9 +116,9 @@ class Sorter:
         self.result.env = dict(reversed(self.result.env.items()))
 
     def _sort(self, statement: Statement, index: int) -> Fate:
-        """Return what becomes of a statement. Put its variable or ``chdir`` into `result`, and note
-        the names that it needs: so it must be called for the last statement first. Its set-up or
-        clean-up line is left to the caller."""
+        """Return what becomes of a statement, of an `index`. Put its variable or ``chdir`` into
+        `result`, and note the names that it needs: so it must be called for the last statement
+        first. Its set-up or clean-up line is left to the caller."""
         is_after = index > self._at
         is_print = bool(PRINTS.match(statement.text))
         if statement.lost == OF_ARGUMENTS and self._is_unused(statement):
@@ -215,13 +215,15 @@ class Sorter:
         values = {name: s.assigned for name, s in self._refusals.assigned.items() if not s.exported}
         lines = (s for s in self._statements if not (s.name or s.launch or s.lost or s.decided))
         of_lines = {name for s in lines if not PRINTS.match(s.text) for name in s.names}
-        code = without_quoted_texts(re.sub(r"\"[^\"]*\"", "", statement.text))
-        return not re.search(r">|\btee\b|[;|&]", code) and any(
-            (name in self._in_launch & self._commands)
-            or (is_of_hpc_ddp(name) and not name.startswith("SLURM") and name not in self._needed)
-            or (name in values.keys() - self._needed - of_lines and not is_known(values[name]))
-            for name in statement.names
-        )
+        code = without_quoted_texts(re.sub(r"\"[^\"]*\"", "", statement.text))  # not in quotes
+        if re.search(r">|\btee\b|[;|&]", code):
+            return False
+        unneeded = values.keys() - self._needed - of_lines
+        left_out = {name for name in unneeded if not is_known(values[name])}
+        left_out |= self._in_launch & self._commands
+        names = statement.names - self._needed
+        is_of_ours = any(is_of_hpc_ddp(n) and not n.startswith("SLURM") for n in names)
+        return is_of_ours or bool(statement.names & left_out)
 
     def _find_folder(self, statement: Statement, index: int) -> str:
         """Return the folder of a ``cd FOLDER`` or ``cd FOLDER || exit`` if it is known, and can be
