@@ -206,7 +206,7 @@ def first_cause(failures: Sequence[Failure], exits: Iterable[Failure] = ()) -> F
 def failures_of(code: int, run: RunFolder, folder: NodeFolder) -> list[dict[str, Any]]:
     """Return the failures of one supervisor's workers, with the fields of `Failure` but ``node``;
     where no worker has failed, one failure of torchrun, with rank None. `code` is the exit code,
-    not 0, of the supervisor's child, `folder` the files of the supervisor."""
+    not 0, of the supervisor's child, `folder` has the supervisor's files, `run` the journals."""
     report = read_json(folder.failures)
     failures: list[dict[str, Any]] = report.get("failures", [])
     # A worker that is a task has no torchrun to report it. With a report it could not be started.

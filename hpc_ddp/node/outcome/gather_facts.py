@@ -154,14 +154,37 @@ def judge_attempt(
     """Gather the facts of an attempt that has ended and decide how the run continues; journal and
     print the verdict; return the facts and the verdict. The caller carries the verdict out.
 
+    `environ`, `job` and errors are those of `_gather_facts`. `goes_on` is False where the user has
+    to continue the run, not Slurm: the printed text says so. With ``--stage``, `judge_stage` may
+    change the verdict and remove the run's parcel. If the journal refuses the verdict, that is only
+    printed.
+    """
+    facts = _gather_facts(run, attempt, environ, job)
+    verdict, nodes, spec = decide(facts), facts.nodes, facts.spec
+    if verdict.cause == Cause.NODE_LOST and job:
+        # No supervisor began there: Slurm calls the node up, but it has lost the disk, say.
+        silent = silent_nodes(spec, nodes, facts.records)
+        mute_nodes = [node for node in silent if not attempt.node(node).path.exists()]
+        facts = replace(facts, mute_nodes=keep_few(mute_nodes, nodes))
+    if spec.stage:
+        verdict = judge_stage(run, facts, verdict, attempt.staged)
+    if verdict.cause == Cause.FINISHED and (attempt.node(nodes[0]).path / NO_GROUP).exists():
+        verdict = replace(verdict, why=APART.format(count=len(nodes) * spec.workers_per_node))
+    _record_verdict(run, attempt, facts, verdict, goes_on)
+    return facts, verdict
+
+
+def _gather_facts(
+    run: RunFolder, attempt: AttemptFolder, environ: dict[str, str], job: Job | None
+) -> AttemptFacts:
+    """Return the facts of an attempt that has ended, without its `mute_nodes`.
+
     `environ` has the attempt's variables. `job` is Slurm's record of the job, None without an
     answer and without Slurm; with a record, Slurm is also asked for the state of silent nodes.
     Where nodes are silent, and no failure is recorded, the job's output is searched for a step that
-    was out of memory. `goes_on` is False where the user has to continue the run, not Slurm: the
-    printed text says so. With ``--stage``, `judge_stage` may change the verdict and remove the
-    run's parcel. If the journal refuses the verdict, that is only printed.
+    was out of memory.
 
-    Raises OSError if the run's folder can't be read, UsageError for a broken job.json, KeyError,
+    Raise OSError if the run's folder can't be read, UsageError for a broken job.json, KeyError,
     TypeError or ValueError for a damaged file of the attempt.
     """
     env, records = AttemptEnv.from_env(environ), attempt.records()
@@ -185,17 +208,7 @@ def judge_attempt(
     if silent and not (facts.complete or facts.lost_nodes or facts.failure):
         records = [*records, *oom.step_records(silent, _last_output(run))]
         facts = replace(facts, records=records)
-    verdict = decide(facts)
-    if verdict.cause == Cause.NODE_LOST and job:
-        # No supervisor began there: Slurm calls the node up, but it has lost the disk, say.
-        mute_nodes = [node for node in silent if not attempt.node(node).path.exists()]
-        facts = replace(facts, mute_nodes=keep_few(mute_nodes, nodes))
-    if spec.stage:
-        verdict = judge_stage(run, facts, verdict, attempt.staged)
-    if verdict.cause == Cause.FINISHED and (attempt.node(nodes[0]).path / NO_GROUP).exists():
-        verdict = replace(verdict, why=APART.format(count=len(nodes) * spec.workers_per_node))
-    _record_verdict(run, attempt, facts, verdict, goes_on)
-    return facts, verdict
+    return facts
 
 
 def _last_output(run: RunFolder) -> Path:

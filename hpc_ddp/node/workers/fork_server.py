@@ -263,9 +263,10 @@ class _Server:
 
     def _fork_importer(self, packages: Sequence[str], folders: Sequence[Path]) -> int:
         """Fork a process that imports `packages`, and return its id; return 0 in that process once
-        it has imported them. An import can't be undone: if an import is unfit for a fork, the
-        process prints the reason, and ends with the code `UNFIT`; for an OrderError of a package
-        that comes before torch in the script, it ends with `OUT_OF_ORDER`."""
+        it has imported them. An import can't be undone: if an import is unfit for a fork, or a file
+        in `folders` hides its module, the process prints the reason, and ends with the code
+        `UNFIT`; for an OrderError of a package that comes before torch in the script, it ends with
+        `OUT_OF_ORDER`."""
         size = os.fstat(self.output).st_size
         if child := os.fork():
             return child

@@ -13,7 +13,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, AnyStr
 
@@ -52,12 +52,24 @@ def import_ahead(names: Sequence[str], output: int, *, are_known: bool = True) -
             _import_if_there(name)
     if not are_known:
         gc.collect()  # else each worker would end the objects that a package has dropped
-    for title, part in _process_state(are_known).items():
+    _check_state(before, _process_state(are_known))
+    _check_devices_and_threads()
+
+
+def _check_state(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
+    """Raise UnfitError where the parts of a process, from two calls of `_process_state`, differ;
+    OrderError where a variable differs that torch reads."""
+    for title, part in after.items():
         if part != before[title]:
             changed_pairs = part.items() ^ before[title].items() if title == ENVIRONMENT else ()
             is_of_torch = any(OF_TORCH.match(name) for name, _ in changed_pairs)
             kind = OrderError if is_of_torch else UnfitError
             raise kind(f"an import has changed {title}")
+
+
+def _check_devices_and_threads() -> None:
+    """Raise UnfitError where this process has an accelerator's file open, has initialised an
+    accelerator, or has a thread besides this one. A child is forked, which ends at once."""
     for file in _open_files().values():
         if file.startswith(DEVICE_FILES):
             raise UnfitError(f"an import has opened {file}")

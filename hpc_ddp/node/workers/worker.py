@@ -183,14 +183,19 @@ def make_compile_cache() -> str:
         refusal = None
         status = os.lstat(folder)
         is_folder = status.st_mode & 0o170000 == 0o040000  # S_ISDIR, without an import
-        # The owner of the parent may rename this folder; so may users who can write the parent,
-        # unless that has the sticky bit (0o1000).
-        parent = os.stat(os.path.dirname(folder))
-        is_closed = not parent.st_mode & 0o022 or parent.st_mode & 0o1000
-        is_safe = folder == in_run or (is_closed and parent.st_uid in (0, os.geteuid()))
-        if is_safe and is_folder and status.st_uid == os.geteuid() and not status.st_mode & 0o022:
+        is_own = is_folder and status.st_uid == os.geteuid() and not status.st_mode & 0o022
+        if is_own and (folder == in_run or _is_entry_safe(folder)):
             return folder
     raise refusal or PermissionError(f"{in_run} is not this user's alone")
+
+
+def _is_entry_safe(folder: str) -> bool:
+    """Return whether no other user, but root, can put a folder of theirs in place of `folder`: the
+    owner of its parent may do so, and users who can write the parent, unless it has the sticky
+    bit (0o1000)."""
+    parent = os.stat(os.path.dirname(folder))
+    is_closed = not parent.st_mode & 0o022 or bool(parent.st_mode & 0o1000)
+    return is_closed and parent.st_uid in (0, os.geteuid())
 
 
 def set_compile_cache() -> None:
