@@ -179,10 +179,10 @@ def first_cause(failures: Sequence[Failure], exits: Iterable[Failure] = ()) -> F
     among equal kinds the earliest. None without `failures`. Clocks of nodes differ, so time comes
     last.
 
-    A worker whose peer has died says that a connection closed, and a worker that the agent has
-    ended died of SIGTERM: neither is a cause where there is another one. A rank that hangs with
-    Python's lock exits without a word, and its peers say why: ``hang`` comes before ``exit``. The
-    peers of a rank that leaves by itself hang, or lose it: ``left`` comes before ``hang``.
+    A worker whose peer has died reports a closed connection, and a worker that the agent has ended
+    died of SIGTERM: these kinds come last. A rank that hangs with Python's lock exits without an
+    error, and its peers report the hang: ``hang`` comes before ``exit``. The peers of a rank that
+    leaves by itself hang, or lose the connection: ``left`` comes before ``hang``.
 
     `exits` are those of `early_exits`. One of them is a candidate, too, if its rank has no failure,
     or was only torn down. If its rank has a failure of the kind ``exit``, this failure counts as

@@ -154,16 +154,21 @@ def judge_attempt(
     """Gather the facts of an attempt that has ended and decide how the run continues; journal and
     print the verdict; return the facts and the verdict. The caller carries the verdict out.
 
-    `environ`, `job` and errors are those of `_gather_facts`. `goes_on` is False where the user has
-    to continue the run, not Slurm: the printed text says so. With ``--stage``, `judge_stage` may
-    change the verdict and remove the run's parcel. If the journal refuses the verdict, that is only
-    printed.
+    `environ`, `job` and errors are those of `_gather_facts`. Where nodes are silent, and no failure
+    is recorded, the job's output is searched for a step that was out of memory. `goes_on` is False
+    where the user has to continue the run, not Slurm: the printed text says so. With ``--stage``,
+    `judge_stage` may change the verdict and remove the run's parcel. If the journal refuses the
+    verdict, that is only printed.
     """
     facts = _gather_facts(run, attempt, environ, job)
-    verdict, nodes, spec = decide(facts), facts.nodes, facts.spec
+    nodes, spec = facts.nodes, facts.spec
+    silent = silent_nodes(spec, nodes, facts.records)
+    if silent and not (facts.complete or facts.lost_nodes or facts.failure):
+        records = [*facts.records, *oom.step_records(silent, _last_output(run))]
+        facts = replace(facts, records=records)
+    verdict = decide(facts)
     if verdict.cause == Cause.NODE_LOST and job:
         # No supervisor began there: Slurm calls the node up, but it has lost the disk, say.
-        silent = silent_nodes(spec, nodes, facts.records)
         mute_nodes = [node for node in silent if not attempt.node(node).path.exists()]
         facts = replace(facts, mute_nodes=keep_few(mute_nodes, nodes))
     if spec.stage:
@@ -181,17 +186,13 @@ def _gather_facts(
 
     `environ` has the attempt's variables. `job` is Slurm's record of the job, None without an
     answer and without Slurm; with a record, Slurm is also asked for the state of silent nodes.
-    Where nodes are silent, and no failure is recorded, the job's output is searched for a step that
-    was out of memory.
-
     Raise OSError if the run's folder can't be read, UsageError for a broken job.json, KeyError,
     TypeError or ValueError for a damaged file of the attempt.
     """
     env, records = AttemptEnv.from_env(environ), attempt.records()
     nodes = list(env.nodes)
     spec = JobSpec.from_json(patiently(run.job_json.read_bytes))
-    silent = silent_nodes(spec, nodes, records)
-    facts = AttemptFacts(
+    return AttemptFacts(
         spec=spec,
         attempt=attempt.number,
         cancelled=run.cancelled.exists(),
@@ -200,15 +201,11 @@ def _gather_facts(
         restarts=env.restarts,
         nodes=nodes,
         records=records,
-        lost_nodes=slurm.unusable(silent) if job else [],
+        lost_nodes=slurm.unusable(silent_nodes(spec, nodes, records)) if job else [],
         events=since_submit(run.events(), attempt.number),
         gpu_hours=_gpu_hours(run, spec),
         most_requeues=run.most_requeues,
     )
-    if silent and not (facts.complete or facts.lost_nodes or facts.failure):
-        records = [*records, *oom.step_records(silent, _last_output(run))]
-        facts = replace(facts, records=records)
-    return facts
 
 
 def _last_output(run: RunFolder) -> Path:
