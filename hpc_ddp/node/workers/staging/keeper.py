@@ -239,16 +239,17 @@ def is_enough(
 ) -> bool:
     """Return whether a parcel with the files `packed` (size and time by path) has nearly all files
     of `mirror`, no file that the job writes, and, with `checks_files`, none that has changed since.
-    If this process runs from a copy of the environment, print how many have changed."""
+    If this process runs from a copy of the environment, print how many have changed, if any."""
     misses = [size for path, (size, _) in mirror.files.items() if path not in packed]
     are_many = len(misses) > MOST_MISSES or sum(misses) > MOST_MISSED_BYTES
     if not packed or are_many or not mirror.written.isdisjoint(packed):
         return False
-    now = Mirror(mirror.roots, mirror.written)
-    if checks_files:
-        for path in packed:
-            now.add(path)
-    count = checks_files and sum(now.files.get(path) != pair for path, pair in packed.items())
+    if not checks_files:
+        return True
+    present = Mirror(mirror.roots, mirror.written)
+    for path in packed:
+        present.add(path)
+    count = sum(present.files.get(path) != pair for path, pair in packed.items())
     if count and NEAR in os.environ:
         say(f"this attempt runs {count} files as they were before; a requeue takes the new ones")
     return not count
