@@ -266,7 +266,7 @@ def _ask_nvml_alone() -> Iterator[None]:
     NVML shut NVML down again, which torch itself leaves open."""
     old_setting = os.environ.get(NVML_CHECK)
     os.environ[NVML_CHECK] = "1"
-    module = vars(sys.modules.get("torch.cuda", object))
+    module = vars(sys.modules.get("torch.cuda", object))  # `object` has none of the functions
     originals = {name: module[name] for name in NVML_CALLS if name in module}
     for name, ask in originals.items():
         module[name] = partial(_ask_nvml, ask)

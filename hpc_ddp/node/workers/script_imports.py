@@ -40,16 +40,8 @@ SET_NOTHING = ("torch", "torchvision", "numpy", OURS)  # their functions change 
 WITH_TORCH = {"torch", OURS}
 # Names of Python that may change an import, or run any text.
 ACTING = (
-    "sys",
-    "importlib",
-    "unittest",
-    "site",
-    "ctypes",
-    "runpy",
-    "setattr",
-    "exec",
-    "eval",
-    "__import__",
+    *("sys", "importlib", "unittest", "site", "ctypes"),
+    *("runpy", "setattr", "exec", "eval", "__import__"),
 )
 HARMLESS = {"os"}  # what it changes is seen by `_change`
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
@@ -199,6 +191,21 @@ def _read(path: Path) -> _Reading:
     except (OSError, SyntaxError, ValueError) as error:
         raise UnfitError(f"{path.name} can't be read: {error}") from None
     reading = _Reading()
+    _note_steps(tree, reading)
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            reading.last_import = max(reading.last_import, node.lineno)
+        elif change := _change(node):
+            reading.changes.append((node.lineno, change))  # type: ignore[attr-defined]
+        elif isinstance(node, ast.Call) and (name := _function_name(node)) in SETTINGS:
+            reading.settings.append((node.lineno, f"a setting by {name}"))
+        if change := _renaming(node):
+            reading.changes.append((node.lineno, change))  # type: ignore[attr-defined]
+    return reading
+
+
+def _note_steps(tree: ast.Module, reading: _Reading) -> None:
+    """Append the steps at the top level of a file to those of `reading`."""
     modules: dict[str, str] = {}  # by the names that imports have bound; '' for a function here
     for node, is_certain in _at_top_level(tree.body):
         if isinstance(node, ast.Import):
@@ -213,16 +220,6 @@ def _read(path: Path) -> _Reading:
             modules[node.name] = ""
         elif isinstance(node, STATEMENTS) and _may_change_anything(node, modules):
             reading.steps.append(node.lineno)
-    for statement in ast.walk(tree):
-        if isinstance(statement, (ast.Import, ast.ImportFrom)):
-            reading.last_import = max(reading.last_import, statement.lineno)
-        elif change := _change(statement):
-            reading.changes.append((statement.lineno, change))  # type: ignore[attr-defined]
-        elif isinstance(statement, ast.Call) and (name := _function_name(statement)) in SETTINGS:
-            reading.settings.append((statement.lineno, f"a setting by {name}"))
-        if change := _renaming(statement):
-            reading.changes.append((statement.lineno, change))  # type: ignore[attr-defined]
-    return reading
 
 
 def _at_top_level(
