@@ -80,7 +80,7 @@ def _has_stacks(pid: int) -> bool:
     return False
 
 
-def run(pid: int, command: list[str]) -> None:
+def run_command(pid: int, command: list[str]) -> None:
     """Replace this process by `command`, in the working directory and environment of the worker
     with the process id `pid`, with the user's umask; never return.
 
@@ -162,7 +162,7 @@ def main(words: list[str]) -> int:
     pid_file, mode, *command = words
     try:
         pid = worker_of(Path(pid_file))
-        print_stacks(pid) if mode == "stacks" else run(pid, command)
+        print_stacks(pid) if mode == "stacks" else run_command(pid, command)
     except (HpcDdpError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         if isinstance(error, HpcDdpError) and error.hint:

@@ -26,7 +26,7 @@ from hpc_ddp.core.process import NOTICE_SIGNALS, mortal_name
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node.net.place import Place
 from hpc_ddp.node.watch.peer_links import Task
-from hpc_ddp.node.workers.worker import after_setup, started_by
+from hpc_ddp.node.workers.worker import command_after_setup, worker_command
 
 NODE_SETUP = "HPC_DDP_NODE_SETUP"  # the variable with the set-up lines that run before the child
 AGENT_WORDS = 4  # python -u node.py elastic_agent
@@ -198,7 +198,7 @@ def torchrun_launch(place: Place, command: list[str]) -> Launch:
         name=place.node,
         task=Task(place.index, len(place.nodes)),
         folder=place.attempt.node(place.node),
-        command=after_setup(os.environ.get(NODE_SETUP, ""), words),
+        command=command_after_setup(os.environ.get(NODE_SETUP, ""), words),
         # Forked workers have this Python's seed of hashes: sets have one order on all ranks.
         env={"PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0"), **unbinding},
         peers=[] if place.index else [place.attempt.node(node).record for node in place.nodes],
@@ -232,7 +232,9 @@ def worker_launch(place: Place, command: list[str]) -> Launch:
         name=f"{place.node}-{rank}",
         task=Task(rank, size, per_node),
         folder=place.attempt.node(place.node, rank),
-        command=after_setup(os.environ.get(NODE_SETUP, ""), started_by(command[0], command[1:])),
+        command=command_after_setup(
+            os.environ.get(NODE_SETUP, ""), worker_command(command[0], command[1:])
+        ),
         env=_variables(place, rank, size),
         peers=[place.attempt.node(node, peer).record for peer, node in enumerate(peer_nodes)],
         rank=rank,

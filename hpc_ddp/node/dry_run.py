@@ -127,7 +127,7 @@ class DryRun:
                 self._train(attempt, environ)
         finally:
             if self.spec.stage:
-                removal.call("remove")
+                removal.run_stage_script("remove")
         goes_on = not self.notified
         facts, verdict = judge_attempt(self.run, attempt, environ, job=None, goes_on=goes_on)
         if verdict.cause == Cause.FAILED and facts.failure and NO_GPU.search(facts.failure.error):
@@ -229,10 +229,10 @@ class DryRun:
                 supervisor.terminate()
 
     def _await_supervisors(self, environ: dict[str, str]) -> None:
-        """Wait until all supervisors have ended. After a notice note the end time that is `warn_s`
-        from then; the end of the parent process, the user's command, is a notice, too. After a
-        second signal write ``failed``, by which the supervisors end their workers. Like Slurm, kill
-        the supervisors `KILL_WAIT_S` after the end of the time."""
+        """Wait until all supervisors have ended. After a notice note, and print, that the time ends
+        in `warn_s`; the end of the parent process, the user's command, is a notice, too. After a
+        second signal write ``failed``, by which the supervisors end their workers, and print that.
+        Like Slurm, kill the supervisors `KILL_WAIT_S` after the end of the time."""
         attempt = AttemptEnv.from_env(environ)
         end = math.inf if attempt.end_time is None else attempt.end_time
         is_timed = is_torn_down = False

@@ -42,8 +42,8 @@ from hpc_ddp.node.net.place import Place
 from hpc_ddp.node.workers import fork_server
 from hpc_ddp.node.workers.fork_server import ForkServer
 from hpc_ddp.node.workers.forked_script import ForkedScript
-from hpc_ddp.node.workers.preload import kept_cpus, paused_collector
-from hpc_ddp.node.workers.worker import die_with_parent, started_by
+from hpc_ddp.node.workers.preload import keep_cpus, pause_collector
+from hpc_ddp.node.workers.worker import die_with_parent, worker_command
 
 LOOK_TIMEOUT = timedelta(seconds=10)  # of `note_missing_group`, for the store's answer
 
@@ -213,14 +213,14 @@ def launch(
     secret that can't be read, and EndingError where the workers ended after a notice and none of
     this node has failed. Raises further any error of torchrun itself, as of its rendezvous.
     """
-    with kept_cpus():
+    with keep_cpus():
         from torch.distributed import run
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
         from torch.distributed.launcher.api import elastic_launch
 
     options, script = split_words(argv)
     args = read_options(options)
-    args.training_script, *script_args = started_by(sys.executable, script)
+    args.training_script, *script_args = worker_command(sys.executable, script)
     args.training_script_args = escape_dollars(script_args)
     config, command, command_args = run.config_from_args(args)
     replace_signal_handler()
@@ -258,14 +258,14 @@ def _failure(rank: int, failure: Any) -> dict[str, Any]:
 
 def start_server(argv: list[str]) -> ForkServer | ForkedScript | None:
     """Import torch, and start the fork server for the script of torchrun's command line `argv`.
-    Return what `fork_server.start` returns: in a forked worker a ForkedScript, in the agent the
-    server or None. None for a job with ``--no-warm-start``, for which nothing is imported."""
+    Return what `fork_server.start_server` returns: in a forked worker a ForkedScript, in the agent
+    the server or None. None for a job with ``--no-warm-start``, for which nothing is imported."""
     if not AttemptEnv.from_env(os.environ).warm_start:
         return None
-    with paused_collector(), kept_cpus():
+    with pause_collector(), keep_cpus():
         import torch  # noqa: F401  # the server, and so all workers, have it then
 
-        return fork_server.start(split_words(argv)[1])
+        return fork_server.start_server(split_words(argv)[1])
 
 
 def main(argv: list[str]) -> ForkedScript:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 LONGEST_ARRAY = 100_000  # characters of a variable; Linux starts no process beside one of 128 KiB
 # The variables by which torchrun makes a process a rank of a world, as a regular expression.
 OF_A_RANK = r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_\w+"
-# As `worker.as_task` sets them, also below torchrun.
+# As `worker.task_variables` sets them, also below torchrun.
 _OF_A_TASK = (
     r"SLURM_(PROCID|LOCALID|NODEID|NTASKS|NPROCS|NTASKS_PER_NODE|TASKS_PER_NODE"
     r"|STEP_NUM_TASKS|STEP_TASKS_PER_NODE)"

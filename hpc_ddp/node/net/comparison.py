@@ -18,6 +18,7 @@ class FabricComparison:
     """Reports the first node's interconnect, and each node whose interconnect differs from it."""
 
     def __init__(self, place: Place, journal: Journal) -> None:
+        """Keep this node's `place`, and the `journal` for reports; nothing is looked up."""
         self._place, self._journal = place, journal
         # This node's, while it waits for `compare`.
         self._pending: fabric_lookup.Interconnect | None = None

@@ -90,7 +90,7 @@ def find_fabric(root: Path = ROOT, can_load: Callable[[str], bool] | None = None
     if name in ("", "roce") and idle:
         trouble = f"no InfiniBand port is active ({', '.join(idle)})"
     elif name in ("infiniband", "roce"):
-        trouble = _trouble_of_verbs(root, can_load or _can_load)
+        trouble = _trouble_of_verbs(root, can_load or _try_to_load)
     return Interconnect(name, tuple(dict.fromkeys(kinds.get(name, ()))), trouble)
 
 
@@ -147,7 +147,7 @@ def _read(path: Path) -> str:
         return ""
 
 
-def _can_load(library: str) -> bool:
+def _try_to_load(library: str) -> bool:
     """Load a library by its name into this process; return whether the dynamic linker can do
     that."""
     try:

@@ -197,9 +197,8 @@ def cancel_next_early(run: RunFolder, environ: dict[str, str]) -> None:
 def queue_next_link(
     run: RunFolder, attempt: AttemptFolder, environ: dict[str, str], give_up: float | None = None
 ) -> JobRef | None:
-    """Return the chain's next job: the one that `queue_next_early` has queued, else a new one that
-    this queues. Write its id into the attempt's ``next.json``; delete ``early-links.json`` in any
-    case.
+    """Queue the chain's next job, unless `queue_next_early` has queued it; return that job. Write
+    its id into the attempt's ``next.json``; delete ``early-links.json`` in any case.
 
     Each job of a chain calls this at its start, since it may be killed at its end. A job calls it
     at its end where Slurm has refused its requeue, or its chain has no next job. None where Slurm

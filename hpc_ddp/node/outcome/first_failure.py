@@ -179,10 +179,10 @@ def first_cause(failures: Sequence[Failure], exits: Iterable[Failure] = ()) -> F
     among equal kinds the earliest. None without `failures`. Clocks of nodes differ, so time comes
     last.
 
-    A worker whose peer has died says that a connection closed, and a worker that the agent has
-    ended died of SIGTERM: neither is a cause where there is another one. A rank that hangs with
-    Python's lock exits without a word, and its peers say why: ``hang`` comes before ``exit``. The
-    peers of a rank that leaves by itself hang, or lose it: ``left`` comes before ``hang``.
+    A worker whose peer has died reports a closed connection, and a worker that the agent has ended
+    died of SIGTERM: these kinds come last. A rank that hangs with Python's lock exits without an
+    error, and its peers report the hang: ``hang`` comes before ``exit``. The peers of a rank that
+    leaves by itself hang, or lose the connection: ``left`` comes before ``hang``.
 
     `exits` are those of `early_exits`. One of them is a candidate, too, if its rank has no failure,
     or was only torn down. If its rank has a failure of the kind ``exit``, this failure counts as
@@ -206,7 +206,7 @@ def first_cause(failures: Sequence[Failure], exits: Iterable[Failure] = ()) -> F
 def failures_of(code: int, run: RunFolder, folder: NodeFolder) -> list[dict[str, Any]]:
     """Return the failures of one supervisor's workers, with the fields of `Failure` but ``node``;
     where no worker has failed, one failure of torchrun, with rank None. `code` is the exit code,
-    not 0, of the supervisor's child, `folder` the files of the supervisor."""
+    not 0, of the supervisor's child, `folder` has the supervisor's files, `run` the journals."""
     report = read_json(folder.failures)
     failures: list[dict[str, Any]] = report.get("failures", [])
     # A worker that is a task has no torchrun to report it. With a report it could not be started.

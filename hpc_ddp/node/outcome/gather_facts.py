@@ -154,36 +154,17 @@ def judge_attempt(
     """Gather the facts of an attempt that has ended and decide how the run continues; journal and
     print the verdict; return the facts and the verdict. The caller carries the verdict out.
 
-    `environ` has the attempt's variables. `job` is Slurm's record of the job, None without an
-    answer and without Slurm; with a record, Slurm is also asked for the state of silent nodes.
-    Where nodes are silent, and no failure is recorded, the job's output is searched for a step that
-    was out of memory. `goes_on` is False where the user has to continue the run, not Slurm: the
-    printed text says so. With ``--stage``, `judge_stage` may change the verdict and remove the
-    run's parcel. If the journal refuses the verdict, that is only printed.
-
-    Raises OSError if the run's folder can't be read, UsageError for a broken job.json, KeyError,
-    TypeError or ValueError for a damaged file of the attempt.
+    `environ`, `job` and errors are those of `_gather_facts`. Where nodes are silent, and no failure
+    is recorded, the job's output is searched for a step that was out of memory. `goes_on` is False
+    where the user has to continue the run, not Slurm: the printed text says so. With ``--stage``,
+    `judge_stage` may change the verdict and remove the run's parcel. If the journal refuses the
+    verdict, that is only printed.
     """
-    env, records = AttemptEnv.from_env(environ), attempt.records()
-    nodes = list(env.nodes)
-    spec = JobSpec.from_json(patiently(run.job_json.read_bytes))
-    silent = silent_nodes(spec, nodes, records)
-    facts = AttemptFacts(
-        spec=spec,
-        attempt=attempt.number,
-        cancelled=run.cancelled.exists(),
-        superseded=not run.is_newest(attempt.number),
-        job=job,
-        restarts=env.restarts,
-        nodes=nodes,
-        records=records,
-        lost_nodes=slurm.unusable_nodes(silent) if job else [],
-        events=since_submit(run.events(), attempt.number),
-        gpu_hours=_gpu_hours(run, spec),
-        most_requeues=run.most_requeues,
-    )
+    facts = _gather_facts(run, attempt, environ, job)
+    nodes, spec = facts.nodes, facts.spec
+    silent = silent_nodes(spec, nodes, facts.records)
     if silent and not (facts.complete or facts.lost_nodes or facts.failure):
-        records = [*records, *oom.step_records(silent, _last_output(run))]
+        records = [*facts.records, *oom.step_records(silent, _last_output(run))]
         facts = replace(facts, records=records)
     verdict = decide(facts)
     if verdict.cause == Cause.NODE_LOST and job:
@@ -196,6 +177,35 @@ def judge_attempt(
         verdict = replace(verdict, why=APART.format(count=len(nodes) * spec.workers_per_node))
     _record_verdict(run, attempt, facts, verdict, goes_on)
     return facts, verdict
+
+
+def _gather_facts(
+    run: RunFolder, attempt: AttemptFolder, environ: dict[str, str], job: Job | None
+) -> AttemptFacts:
+    """Return the facts of an attempt that has ended, without its `mute_nodes`.
+
+    `environ` has the attempt's variables. `job` is Slurm's record of the job, None without an
+    answer and without Slurm; with a record, Slurm is also asked for the state of silent nodes.
+    Raise OSError if the run's folder can't be read, UsageError for a broken job.json, KeyError,
+    TypeError or ValueError for a damaged file of the attempt.
+    """
+    env, records = AttemptEnv.from_env(environ), attempt.records()
+    nodes = list(env.nodes)
+    spec = JobSpec.from_json(patiently(run.job_json.read_bytes))
+    return AttemptFacts(
+        spec=spec,
+        attempt=attempt.number,
+        cancelled=run.cancelled.exists(),
+        superseded=not run.is_newest(attempt.number),
+        job=job,
+        restarts=env.restarts,
+        nodes=nodes,
+        records=records,
+        lost_nodes=slurm.unusable(silent_nodes(spec, nodes, records)) if job else [],
+        events=since_submit(run.events(), attempt.number),
+        gpu_hours=_gpu_hours(run, spec),
+        most_requeues=run.most_requeues,
+    )
 
 
 def _last_output(run: RunFolder) -> Path:

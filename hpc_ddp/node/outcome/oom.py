@@ -90,8 +90,8 @@ def _counters(proc: Path) -> list[Path]:
 
 
 def _mounts(proc: Path, kind: str) -> list[Path]:
-    """Return where the file system `kind` is mounted: cgroup2, or cgroup with the controller of
-    memory. [] where it is not mounted."""
+    """Return where the file system `kind` is mounted by the mounts in `proc`: cgroup2, or cgroup
+    with the controller of memory. [] where it is not mounted."""
     # Device, place, type, options, among which version 1 has its controllers.
     rows = [line.split(" ") for line in _read(proc / "self/mounts").splitlines()]
     return [

@@ -125,7 +125,8 @@ def _requeue(
     # `scancel` since then. Where Slurm is slow, its answer from before the verdict counts.
     soon = min(give_up, time.monotonic() + SECOND_ANSWER_S)
     job = ask_about_job(job_id, is_quiet=True, give_up=soon) or facts.job
-    is_refused = may_be_done = False
+    is_refused = False  # Slurm has refused a requeue
+    may_be_done = False  # a requeue got no answer, and may have been made
     for _ in range(REQUEUE_TRIES):
         job = job or ask_about_job(job_id, give_up=give_up)  # None: the answer is too old
         if job is None and time.monotonic() > give_up - PAUSE_S:

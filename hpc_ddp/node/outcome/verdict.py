@@ -146,6 +146,7 @@ class AttemptFacts:
 
     @property
     def _failures(self) -> list[Failure]:
+        """All failures that the records in `ends` have. Raises as `failure`."""
         return [failure for record in self.ends for failure in read_failures(record)]
 
     @property

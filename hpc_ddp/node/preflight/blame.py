@@ -233,9 +233,8 @@ def outcome(reports: Reports) -> dict[str, Any]:
     ``bad_nodes`` are the nodes with faults, but none where all nodes have one fault in common: no
     node is to blame for that. ``hopeless`` is True where other nodes would have this fault as well.
     ``why`` is this fault, or else the first fault of three nodes at most, with the number of
-    further ones. ``report`` has `MOST_SHOWN` nodes at most, those with faults or notes first.
-    ``summary`` has the number of nodes; the `MOST_SHOWN` most frequent texts of faults and notes,
-    each with the number of its nodes and the first of them; and the `_quantiles` of all values.
+    further ones. ``report`` has `MOST_SHOWN` nodes at most, chosen first those with faults, then
+    those with notes. ``summary`` is that of `_summarize`.
     """
     unfit = [node for node, report in reports.items() if report.faults]
     shared = _shared_checks(reports)
@@ -244,13 +243,7 @@ def outcome(reports: Reports) -> dict[str, Any]:
         reason = next(why for check, why in reports[unfit[0]].faults if check in shared)
         reasons = [f"{reason} (the same on all nodes)" if len(reports) > 1 else reason]
     more = f"; and {len(reasons) - 3} more" if len(reasons) > 3 else ""
-    texts = {
-        node: [why for _, why in report.faults] + [f"note: {note}" for note in report.notes]
-        for node, report in reports.items()
-    }
-    counts = Counter(text for row in texts.values() for text in dict.fromkeys(row))
-    first = {text: node for node in reversed(texts) for text in texts[node]}
-    odd_first = sorted(reports, key=lambda node: (not reports[node].faults, not texts[node]))
+    odd_first = sorted(reports, key=lambda node: _oddness(reports[node]))
     selection = set(odd_first[:MOST_SHOWN])
     return {
         "ok": not unfit,
@@ -258,11 +251,28 @@ def outcome(reports: Reports) -> dict[str, Any]:
         "hopeless": bool(shared - UNCLEAR),
         "why": "; ".join(reasons[:3]) + more,
         "report": {node: _journaled(reports[node]) for node in reports if node in selection},
-        "summary": {
-            "nodes": len(reports),
-            "texts": {text: [n, first[text]] for text, n in counts.most_common(MOST_SHOWN)},
-            "quantiles": _quantiles(report.values for report in reports.values()),
-        },
+        "summary": _summarize(reports),
+    }
+
+
+def _oddness(report: NodeReport) -> int:
+    """Return 0 for a report with faults, 1 for one with notes alone, 2 for any other."""
+    return 0 if report.faults else 1 if report.notes else 2
+
+
+def _summarize(reports: Reports) -> dict[str, Any]:
+    """Return the number of nodes; the `MOST_SHOWN` most frequent texts of faults and notes, each
+    with the number of its nodes and the first of them; and the `_quantiles` of all values."""
+    texts = {
+        node: [why for _, why in report.faults] + [f"note: {note}" for note in report.notes]
+        for node, report in reports.items()
+    }
+    counts = Counter(text for row in texts.values() for text in dict.fromkeys(row))
+    first_nodes = {text: node for node in reversed(texts) for text in texts[node]}
+    return {
+        "nodes": len(reports),
+        "texts": {text: [n, first_nodes[text]] for text, n in counts.most_common(MOST_SHOWN)},
+        "quantiles": _quantiles(report.values for report in reports.values()),
     }
 
 

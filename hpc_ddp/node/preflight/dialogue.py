@@ -154,11 +154,11 @@ class Dialogue:
                     durations += [progress_at - begin] * len(answered)
                     limit_s = max(least_s * slack, SLOW_FACTOR * median(durations))
             waiting = pending
-        reason = f"{fault} within {time.monotonic() - begin:.0f} s"
-        for node in nodes:
-            report = self.reports[node]
+        late = f"{fault} within {time.monotonic() - begin:.0f} s"
+        reports = [self.reports[node] for node in nodes]
+        for report in reports:
             if stage not in report.stages and not report.faults:
-                report.faults.append(self._fault_of(report, reason))
+                report.faults.append(self._fault_of(report, late))
         return [node for node in nodes if not self.reports[node].faults]
 
     def _is_pending(self, node: str, stage: str) -> bool:

@@ -65,8 +65,8 @@ class AttemptWatch:
 
     def _take_changes(self) -> bool:
         """Return whether, since the last call, a peer has woken this supervisor, or Linux has told
-        of a change of the attempt's files or has lost events; wake the peers for the latter. Forget
-        what was told."""
+        of a change of the attempt's files or has lost events. After a change or lost events wake
+        the peers. The wake-up and the changes are then forgotten."""
         is_woken = self.links.take_wake()
         if self._folder and self._folder.works:
             names = self._folder.take_changes()

@@ -1,6 +1,6 @@
-"""Whether a fork of this process can use an accelerator, which drivers decide: a trial tells.
+"""A trial whether a fork of this process can use an accelerator, which depends on the driver.
 
-Imports torch: it runs in the fork server, which has imported it.
+This module imports torch: it runs in the fork server, which has imported torch already.
 """
 
 from __future__ import annotations
@@ -27,18 +27,19 @@ class Trial:
     an instance is made; without an accelerator it ends at once."""
 
     pid: int = field(default_factory=lambda: _fork_trial())
-    result: str | None = None  # of `failure`, once the process has ended
+    result: str | None = None  # the answer of `await_failure`, once the fork has ended
 
-    def failure(self) -> str:
-        """Wait for the fork's end, or kill it after `TRIAL_S`. Return why a fork can't use the
-        accelerator; '' if it can, or if there is none."""
+    def await_failure(self) -> str:
+        """Wait for the fork's end, or kill it after `TRIAL_S`. Return the reason why a fork can't
+        use the accelerator; '' if it can, or if there is no accelerator. Later calls return the
+        same at once."""
         if self.result is None:
             self.result = self._wait()
         return self.result
 
     def _wait(self) -> str:
-        """Wait for the fork and return what `failure` returns. To be called once: a process can be
-        waited for only once."""
+        """Wait for the fork and return what `await_failure` returns. Only one call may be made: a
+        process can be waited for only once."""
         give_up = time.monotonic() + TRIAL_S
         while True:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
@@ -53,22 +54,23 @@ class Trial:
 
 
 def _fork_trial() -> int:
-    """Fork a process that tries the accelerator, and return its id. It ends with 0 if `_works` does
-    return True, else with 1, and prints errors to this process's stderr."""
+    """Fork a process that tries the accelerator, and return its id. The fork ends with 0 if
+    `_try_accelerator` returns True, else with 1; it prints an exception to this process's
+    stderr."""
     pid = os.fork()
     if pid:
         return pid
     code = 1
     try:
         die_with_parent()
-        code = 0 if _works() else 1
+        code = 0 if _try_accelerator() else 1
     except Exception:
         sys.excepthook(*sys.exc_info())
     finally:
         os._exit(code)
 
 
-def _works() -> bool:
+def _try_accelerator() -> bool:
     """Make an all-reduce on the first accelerator, in a process group of this process alone, which
     stays; return whether the sum is right. True without an accelerator."""
     device = torch.accelerator.current_accelerator(check_available=True)

@@ -2,10 +2,11 @@
 
 torchrun's agent imports torch, and forks this process while it has no threads. The fork server
 imports what the optimizers and the script will need, and forks a worker whenever the agent asks for
-one: torchrun's start, and each restart. The agent itself can't: its rendezvous has threads.
+one: at torchrun's start, and at each restart. The agent itself can't fork workers: its rendezvous
+has threads.
 
-A worker is forked twice and so becomes a child of the agent, as if that had started it. Where a
-fork would not be the same as a start of Python, the server refuses, with a reason, and the agent
+A worker is forked twice and so becomes a child of the agent, as if the agent had started it. Where
+a fork would not be the same as a start of Python, the server refuses, with a reason, and the agent
 starts the worker by exec: docs/decisions/011-warm-start.md.
 """
 
@@ -39,16 +40,16 @@ from hpc_ddp.node.workers.script_imports import (
     WITH_TORCH,
     OrderError,
     UnfitError,
-    hidden_by,
+    find_hiding_file,
     imports_of,
 )
 from hpc_ddp.node.workers.worker import (
     OF_AN_MPI_TASK,
     die_with_parent,
-    fill,
-    prepare,
+    fill_variables,
+    prepare_worker,
     set_compile_cache,
-    started_by,
+    worker_command,
 )
 
 if TYPE_CHECKING:
@@ -56,18 +57,18 @@ if TYPE_CHECKING:
 
 PR_SET_CHILD_SUBREAPER = 36
 POLL_S = 0.05
-ANSWER_S = 300.0  # an import may wait for what it does not get here, such as another worker
+ANSWER_S = 300.0  # an import may wait without end here, for another worker, say
 # Exit codes of a process whose imports a fork would not survive, or have to come before torch's.
 UNFIT, OUT_OF_ORDER = 3, 4
 # Modules that an optimizer and DDP import when they are first used.
 ALWAYS = ("torch.distributed", "torch._dynamo", "torch.utils.data", "torch.nn.parallel")
-# Variables that torchrun and `worker.prepare` set for a worker; no import depends on them.
+# Variables that torchrun and `worker.prepare_worker` set for a worker; no import depends on them.
 OF_A_WORKER = re.compile(
     rf"({OF_A_RANK}|TORCH_DISABLE_SHARE_RDZV_TCP_STORE)$|SLURM_|HPC_DDP_|(TORCH_)?NCCL_"
     rf"|{'|'.join(OF_AN_MPI_TASK)}"
 )
-# torchrun handles the first four, so that a worker which it starts has their default handler, even
-# where this process ignores them: below nohup, or in the background of a shell.
+# A worker that torchrun starts has the default handler of these, which torchrun handles, even where
+# this process ignores them: below nohup, or in the background of a shell.
 HANDLED_BY_TORCHRUN = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 CHILD_S = 60.0  # within which a worker is its agent's child
 SIGNALS = (*process.NOTICE_SIGNALS, signal.SIGQUIT)
@@ -81,7 +82,7 @@ class ForkedProcess:
     returncode: int | None = None
 
     def poll(self) -> int | None:
-        """Return the exit code, negative for a signal; None while the worker runs. Does not
+        """Return the exit code, negative for a signal; None while the worker runs. This does not
         wait."""
         if self.returncode is None:
             with contextlib.suppress(ChildProcessError):
@@ -91,7 +92,7 @@ class ForkedProcess:
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for the worker's end and return its exit code, as `poll`. Raises
+        """Wait for the worker's end and return its exit code, negative for a signal. Raise
         ``subprocess.TimeoutExpired`` after `timeout` seconds (None: never)."""
         end = None if timeout is None else time.monotonic() + timeout
         while (code := self.poll()) is None:
@@ -109,16 +110,16 @@ class ForkServer:
     is_reported: bool = False  # the reason of a refusal is printed once
 
     def fork(self, command: Sequence[str], environ: dict[str, str]) -> ForkedProcess | None:
-        """Have the server fork a worker that runs `command`, as `started_by` makes it, with the
+        """Have the server fork a worker that runs `command`, as `worker_command` makes it, with the
         environment `environ`; return the worker, which is a child of this process. None where the
         server refuses, has ended, or does not answer within `ANSWER_S`: the caller then has to
         start the worker by exec. The first reason for that is printed."""
         libc = ctypes.CDLL(None)
-        libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
+        libc.prctl(PR_SET_CHILD_SUBREAPER, 1)  # the worker's parent ends, and this process gets it
         try:
             self.connection.send((list(command), environ))
             if not self.connection.poll(ANSWER_S):
-                self.connection.close()  # which ends the server, when it looks
+                self.connection.close()  # this ends the server, once it reads again
                 raise EOFError(f"no answer within {ANSWER_S:.0f} s")
             answer: int | str = self.connection.recv()
         except (EOFError, OSError) as error:
@@ -133,12 +134,12 @@ class ForkServer:
         return None
 
 
-def start(script: Sequence[str]) -> ForkServer | ForkedScript | None:
-    """Fork the server for a `script` (its words, with the arguments) from this process, which has
-    imported torch; return the agent's end of the server.
+def start_server(script: Sequence[str]) -> ForkServer | ForkedScript | None:
+    """Fork the server for a `script` (its words, with the arguments) from this process, the agent,
+    which has imported torch; return the agent's end of the server.
 
     In each worker that the server forks the call returns once more, with the script that the
-    process has to run. Returns None where workers can't be forked: on other systems than Linux;
+    process has to run. It returns None where workers can't be forked: on other systems than Linux;
     for a program that is no script; where each worker gets set-up lines or variables of its own, on
     which an import may depend; and where this process has threads, which a fork would not have (a
     site's ``sitecustomize`` may start some). All but the first reason are printed.
@@ -155,17 +156,17 @@ def start(script: Sequence[str]) -> ForkServer | ForkedScript | None:
         name = threading.enumerate()[-1].name
         say(f"workers are started by exec: torchrun's agent has threads, such as {name}")
         return None
-    connection, servers = Pipe()
+    agent_end, server_end = Pipe()
     agent = os.getpid()
     if os.fork():
-        servers.close()
-        return ForkServer(connection)
-    connection.close()
+        server_end.close()
+        return ForkServer(agent_end)
+    agent_end.close()
     die_with_parent()
-    if os.getppid() != agent:
+    if os.getppid() != agent:  # the agent has ended before the line above
         os._exit(0)
     try:
-        return _Server(servers, list(script), agent).serve()
+        return _Server(server_end, list(script), agent).serve()
     except Exception:  # of this process, or of a worker that can't become its script
         sys.excepthook(*sys.exc_info())
         os._exit(1)
@@ -177,15 +178,15 @@ class _Server:
 
     connection: Connection
     script: list[str]
-    agent: int  # its process id
-    environ: dict[str, str] = field(default_factory=lambda: dict(os.environ))
-    refusal: str = ""  # why no worker can be forked
-    output: int = -1  # a file with what the imports print
+    agent: int  # the agent's process id
+    environ: dict[str, str] = field(default_factory=lambda: dict(os.environ))  # at the imports
+    refusal: str = ""  # the reason why no worker can be forked
+    output: int = -1  # descriptor of a file with what the imports print
 
     def serve(self) -> ForkedScript:
-        """Make the imports, then fork a worker for each request; in a worker, return its script. In
-        the server this never returns: the process ends with 0 once the agent closes the connection.
-        Where the script is unfit for a fork, each request is refused."""
+        """Make the imports, then fork a worker for each request; return only in a worker, its
+        script. The server ends with 0 once the agent closes the connection. Where the script is
+        unfit for a fork, each request is refused. Raise as `_become_worker`, in a worker."""
         handlers = {number: signal.getsignal(number) for number in SIGNALS}
         for number in SIGNALS:  # a preempting Slurm may signal each process of the step
             signal.signal(number, signal.SIG_IGN)
@@ -200,16 +201,16 @@ class _Server:
         if began := process.began_at(self.agent):
             process.imports_ahead = process.ImportsAhead(began, time.time())
         gc.unfreeze()
-        gc.collect()  # once, beside the rendezvous, in place of at the end of each worker
+        gc.collect()  # once, during the rendezvous, and not at the end of each worker
         gc.freeze()  # a collection would touch, and so copy, the pages that the workers share
-        atexit.register(_end_collections)  # registered first, it is called last
+        atexit.register(_end_collections)  # the first function registered is called last
         while True:
             try:
                 command, environ = self.connection.recv()
             except (EOFError, OSError):
                 os._exit(0)
-            answer = self._refusal(command, environ) or self._fork()
-            if answer is not None:
+            answer = self._refusal(command, environ) or self._fork_worker()
+            if answer is not None:  # None: this process is the worker
                 self.connection.send(answer)
                 continue
             inherited = set(SIGNALS) - set(HANDLED_BY_TORCHRUN)
@@ -218,11 +219,12 @@ class _Server:
 
     def _import_all(self) -> None:
         """Import `ALWAYS`, then the modules that the script imports, while a fork tries the
-        accelerator; set `refusal` where that trial fails. It may return in a child of the process
-        that has called it, which then serves (`_import_in_child`).
+        accelerator; set `refusal` where that trial fails. This may return in a child of the process
+        that has called it; the child then serves (`_import_in_child`).
 
-        Raises UnfitError where a forked worker would differ from one that is started by exec.
+        Raise UnfitError where a forked worker would differ from one that is started by exec.
         """
+        # A worker's Python has a seed of hashes and -u, and neither -P nor -s.
         is_other = getattr(sys.flags, "safe_path", False) or sys.flags.no_user_site
         if "PYTHONHASHSEED" not in self.environ or is_other:
             raise UnfitError("its Python was started in another way than a script's")
@@ -233,61 +235,63 @@ class _Server:
         from hpc_ddp.node.workers.device_check import Trial
 
         trial = Trial()
-        if not (packages and self._import_in_child(packages, folders, trial)):
-            self.refusal = trial.failure()
+        if packages and self._import_in_child(packages, folders, trial):
+            return  # in the child, which has its `refusal`
+        self.refusal = trial.await_failure()
 
     def _import_in_child(self, names: Sequence[str], folders: Sequence[Path], trial: Trial) -> bool:
-        """Fork a child that imports the modules `names` and serves in place of this process; return
-        True in the child, whose `refusal` is then the failure of the accelerator's `trial`.
+        """Fork a child that imports the modules `names` (`folders` have the script's own modules),
+        and serves in place of this process; return True in the child, whose `refusal` is then the
+        failure of the accelerator's `trial`.
 
         This process waits for the child's end. It returns False if a module is unfit for a fork,
-        and raises UnfitError if one has to come before torch; else it ends with 1, as the child may
-        have taken a request with it."""
+        and raises UnfitError if a module has to be imported before torch; else it ends with 1."""
         reader, writer = Pipe(duplex=False)
         with reader, writer:
             child = self._fork_importer(names, folders)
             if not child:
                 self.refusal = reader.recv()
                 return True
-            writer.send(trial.failure())
+            writer.send(trial.await_failure())
             _, status = os.waitpid(child, 0)
             code = os.waitstatus_to_exitcode(status)
             if code == OUT_OF_ORDER:
                 raise UnfitError("a package that the script imports before torch has to come first")
             if code != UNFIT:
-                os._exit(1)  # it has served, and may have taken a request with it
+                os._exit(1)  # the child has served, and may have ended with a request unanswered
         return False
 
     def _fork_importer(self, packages: Sequence[str], folders: Sequence[Path]) -> int:
         """Fork a process that imports `packages`, and return its id; return 0 in that process once
-        it has done so. An import can't be undone: if one is unfit for a fork, the process prints
-        the reason, and ends with the code `UNFIT`; or with `OUT_OF_ORDER` by an OrderError of a
-        package that comes before torch in the script."""
+        it has imported them. An import can't be undone: if an import is unfit for a fork, or a file
+        in `folders` hides its module, the process prints the reason, and ends with the code
+        `UNFIT`; for an OrderError of a package that comes before torch in the script, it ends with
+        `OUT_OF_ORDER`."""
         size = os.fstat(self.output).st_size
         if child := os.fork():
             return child
         die_with_parent()
-        is_first = False  # torch comes in the script before the packages that are being imported
+        is_after_torch = False  # the packages that are being imported come behind torch
         try:
             import_ahead(list(takewhile(_is_without_torch, packages)), self.output, are_known=False)
-            is_first = True
+            is_after_torch = True
             import_ahead(packages, self.output, are_known=False)
             _check_hidden(folders)
         except UnfitError as error:
-            os.ftruncate(self.output, size)
-            if isinstance(error, OrderError) and not is_first:
+            os.ftruncate(self.output, size)  # the script will import them, and print it again
+            if isinstance(error, OrderError) and not is_after_torch:
                 os._exit(OUT_OF_ORDER)
             os.write(2, f"hpc-ddp: only torch is imported once for all workers: {error}\n".encode())
             os._exit(UNFIT)
         return 0
 
     def _refusal(self, command: list[str], environ: dict[str, str]) -> str:
-        """Return why no worker with this command and environment may be forked, '' where one may:
-        the server's `refusal`, a command that `started_by` has not made, or a variable that has
-        changed since the imports, and on which an import may depend."""
+        """Return the reason why no worker with this command and environment may be forked, '' where
+        one may. Reasons are the server's `refusal`, a command that `worker_command` has not made,
+        and a variable that has changed since the imports, and on which an import may depend."""
         if self.refusal:
             return self.refusal
-        start = started_by(sys.executable, [])
+        start = worker_command(sys.executable, [])
         if command[: len(start)] != start:
             return f"its command begins with {command[0]}"
         names = {*environ, *self.environ}
@@ -296,17 +300,17 @@ class _Server:
                 return f"{name} has changed since the imports"
         return ""
 
-    def _fork(self) -> int | str | None:
+    def _fork_worker(self) -> int | str | None:
         """Fork twice, so that the agent becomes the worker's parent; return the worker's process
         id, or the reason for which the fork has failed. Return None in the worker."""
         reader, writer = os.pipe()
         try:
-            between = os.fork()
+            go_between = os.fork()
         except OSError as error:
             os.close(reader)
             os.close(writer)
             return f"a fork has failed: {error}"
-        if not between:
+        if not go_between:
             try:
                 pid = os.fork()
             except OSError:
@@ -320,37 +324,39 @@ class _Server:
         os.close(writer)
         with os.fdopen(reader, "rb") as file:
             text = file.read()
-        os.waitpid(between, 0)
+        os.waitpid(go_between, 0)
         return int(text) if text else "a fork has failed"
 
     def _become_worker(self, command: list[str], environ: dict[str, str]) -> ForkedScript:
-        """Prepare this process, just forked, as `worker.py` would, and return its script. First
-        waits until the process is the agent's child; ends it with 1 if the agent has died. Prints
-        what the imports have printed. Raises as `worker.prepare` and `ForkedScript.of`."""
+        """Prepare this process, just forked, as `worker.py` would with `command` and `environ`, and
+        return its script. First wait until the process is the agent's child, and end it with 1 if
+        the agent has died. Print what the imports have printed. Raise as `worker.prepare_worker`
+        and `ForkedScript.become`."""
         self.connection.close()
         give_up = time.monotonic() + CHILD_S
-        while os.getppid() != self.agent:  # until the process between has ended
-            if os.getppid() == 1 or time.monotonic() > give_up:  # another process takes orphans
+        while os.getppid() != self.agent:  # until the process between them has ended
+            if os.getppid() == 1 or time.monotonic() > give_up:  # 1: an orphan, as the agent died
                 os._exit(1)
             time.sleep(0.0005)
         os.setsid()
         os.environ.clear()
         os.environ.update(environ)
-        words = fill(prepare(command[len(started_by(sys.executable, [])) - 2 :]))
+        start = len(worker_command(sys.executable, [])) - 2  # of the script's own: python, -u, …
+        words = fill_variables(prepare_worker(command[start:]))
         os.write(2, os.pread(self.output, os.fstat(self.output).st_size, 0))
         os.close(self.output)
-        return ForkedScript.of(words)
+        return ForkedScript.become(words)
 
 
 def _end_collections() -> None:
-    """Collect the worker's own objects at its exit; then unfreeze the imported ones for Python's
+    """Collect the worker's own objects at its exit; then unfreeze the imported objects for Python's
     last collections, since extension modules complain of objects that are left. Python's first
     collection at the exit is switched off: it would find nothing among the imported objects, and
     take a fifth of the worker's end."""
     if gc.isenabled():
         gc.collect()
     gc.unfreeze()
-    gc.disable()  # by which Python leaves out the first
+    gc.disable()  # so Python leaves out that first collection
 
 
 def own_folders(script: Path) -> list[Path]:
@@ -370,12 +376,13 @@ def _reset_signals(ignored: Sequence[int]) -> None:
 
 
 def _is_without_torch(name: str) -> bool:
-    """Return whether a module is none of torch's, nor one that imports torch first."""
+    """Return whether the module `name` is none of `WITH_TORCH`: torch and hpc_ddp, which imports
+    torch."""
     return name.partition(".")[0] not in WITH_TORCH
 
 
 def _check_hidden(folders: Sequence[Path]) -> None:
-    """Raise UnfitError if a file in `folders` would be imported in place of a module that is
-    imported already."""
-    if file := hidden_by(folders, list(sys.modules)):
+    """Raise UnfitError if Python would import a file in `folders`, the script's own, in place of a
+    module that is imported already."""
+    if file := find_hiding_file(folders, list(sys.modules)):
         raise UnfitError(f"{file} hides a module that is imported already")

@@ -33,20 +33,20 @@ class ForkedScript:
     module: ModuleType
 
     @classmethod
-    def of(cls, command: list[str]) -> ForkedScript:
-        """Change this process into the one that `command` would start (python, its options, the
+    def become(cls, command: list[str]) -> ForkedScript:
+        """Change this process into the process that `command` would start (python, its options, the
         script and its arguments), and return the script, which the caller has to run.
 
         The script gets its own ``__main__``, ``sys.argv`` and ``sys.path``; other processes see its
-        command line and environment; generators of random numbers are seeded anew. Raises OSError
+        command line and environment; generators of random numbers are seeded anew. Raise OSError
         if the script can't be read, SyntaxError or ValueError if it is no Python.
         """
-        python, *options = command
-        start = next(place for place, word in enumerate(options) if not word.startswith("-"))
-        script, argv = options[start], options[start:]
+        python, *words = command
+        start = next(place for place, word in enumerate(words) if not word.startswith("-"))
+        script, argv = words[start], words[start:]
         with io.open_code(os.path.abspath(script)) as file:
             code = compile(file.read(), os.path.abspath(script), "exec", dont_inherit=True)
-        name_process([python, *options])
+        name_process([python, *words])
         sys.argv[:] = argv
         sys.orig_argv[:] = command
         sys.path[:] = search_path(script)
@@ -63,8 +63,9 @@ class ForkedScript:
         return cls(code, module)
 
     def report(self, error: BaseException) -> None:
-        """Print an exception that has ended the script as Python would, without node.py's frame.
-        Python itself prints no exception of this process after that."""
+        """Print an exception that has ended the script as Python would, without node.py's frame,
+        which is removed from the exception. After that Python itself prints no exception of this
+        process."""
         traceback = error.__traceback__.tb_next if error.__traceback__ else None
         error.__traceback__ = traceback
         sys.excepthook(type(error), error, traceback)
@@ -72,18 +73,20 @@ class ForkedScript:
 
 
 def search_path(script: str) -> list[str]:
-    """Return ``sys.path`` as the interpreter would make it for `script`: the script's folder, then
-    PYTHONPATH, then this process's own ``sys.path`` without the folder of node.py."""
+    """Return ``sys.path`` as the interpreter would make it for the file `script`: the script's
+    folder, then PYTHONPATH, then this process's own ``sys.path`` without the folder of node.py;
+    behind the first, each folder once."""
     variable = os.environ.get("PYTHONPATH")
-    folders = variable.split(":") if variable else []  # an empty one is the working directory
-    first = [str(Path(script).resolve().parent), *map(os.path.abspath, folders)]
+    folders = variable.split(":") if variable else []
+    of_variable = map(os.path.abspath, folders)  # '' becomes the working directory, as in Python
     remaining = [path for path in sys.path if path != LIB]
-    return [first[0], *dict.fromkeys([*first[1:], *remaining])]
+    return [str(Path(script).resolve().parent), *dict.fromkeys([*of_variable, *remaining])]
 
 
 def _seed_anew() -> None:
-    """Seed the global generators of numpy and torch, if they are imported, as a new process would,
-    and draw the key of multiprocessing anew. Python seeds its own generator at a fork."""
+    """Seed the global generators of numpy and of torch's CPU, if they are imported, by chance, as a
+    new process would; draw the key of multiprocessing anew. Python itself seeds its own generator
+    at a fork."""
     multiprocessing.current_process().authkey = os.urandom(32)
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed()
@@ -92,8 +95,8 @@ def _seed_anew() -> None:
 
 
 def name_process(command: list[str]) -> None:
-    """Set what other processes see in ``/proc/<pid>`` as this process's command line and
-    environment: `command`, and ``os.environ`` as it is now. Nothing changes where the kernel has no
+    """Have other processes see in ``/proc/<pid>`` `command` as this process's command line, and
+    ``os.environ`` as it is now as its environment. Nothing changes where the kernel has no
     PR_SET_MM_MAP (CONFIG_CHECKPOINT_RESTORE)."""
     stat = Path("/proc/self/stat").read_text(errors="replace").rpartition(")")[2].split()
     libc = ctypes.CDLL(None)
@@ -107,12 +110,14 @@ def name_process(command: list[str]) -> None:
         ends += [ctypes.addressof(buffer), ctypes.addressof(buffer) + len(content)]
 
     def field(number: int) -> int:
+        """Return the field of /proc/self/stat with this number, as man 5 proc counts them."""
         return int(stat[number - FIRST_FIELD])
 
     sections = [*map(field, CODE), *map(field, DATA), field(BREAK), libc.sbrk(0), field(STACK)]
+    # After the places of arguments and environment: no auxv, of size 0, and no file of the program.
     layout = struct.pack("<12QIi", *sections, *ends, 0, 0, -1)
     buffer = ctypes.create_string_buffer(layout, len(layout))
     libc.prctl(PR_SET_MM, PR_SET_MM_MAP, ctypes.byref(buffer), ctypes.c_ulong(len(layout)), 0)
 
 
-_BUFFERS: list[Any] = []  # the kernel reads them as long as the process lives
+_BUFFERS: list[Any] = []  # of `name_process`; the kernel reads them as long as the process lives

@@ -13,7 +13,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, AnyStr
 
@@ -29,7 +29,7 @@ RANK_NAMES = re.compile(
 )
 OF_ENVIRON = ("os", "collections.abc", "_collections_abc")  # modules whose code os.environ is
 DEVICE_FILES = ("/dev/nvidia", "/dev/kfd", "/dev/dri", "/dev/infiniband", "/dev/davinci")
-ENVIRONMENT = "the environment"  # a part of `_state`
+ENVIRONMENT = "the environment"  # a part of `_process_state`
 # Variables that torch, or a library of its, reads at its import.
 OF_TORCH = re.compile("(PY)?TORCH|OMP_|MKL_|GOMP_|CUDA|NCCL_|HIP_|HSA_|ROC|ATEN|TRITON|LD_")
 ENDING_S = 1.0  # of a thread that has been joined
@@ -40,29 +40,43 @@ def import_ahead(names: Sequence[str], output: int, *, are_known: bool = True) -
     imports' output goes to the file descriptor `output`. `are_known` says that the modules are
     torch's own, for which fewer checks are made.
 
-    Raises UnfitError where an import leaves something that a fork does not survive, or that a
-    worker would not have from its own import: a changed `_state`, an open device, a thread. It is
-    also raised where an import reads the rank or, unless the modules `are_known`, all variables of
-    the environment; and OrderError as that says.
+    Raise UnfitError where an import leaves something that a fork does not survive, or that a worker
+    would not have from its own import: a changed `_process_state`, an open device, a thread; and
+    where an import reads the rank or, unless the modules `are_known`, all variables of the
+    environment. Raise OrderError where an import fails, or changes a variable that torch reads.
     """
-    gc.freeze()  # `_generators` then looks at new objects alone
-    before = _state(are_known)
-    with _captured(output), _without_driver(), _rank_unread(are_known):
+    gc.freeze()  # so `_generators` looks only at new objects
+    before = _process_state(are_known)
+    with _redirect_output(output), _ask_nvml_alone(), _forbid_rank(are_known):
         for name in names:
             _import_if_there(name)
     if not are_known:
-        gc.collect()  # what a package has dropped is not to end once in each worker
-    for title, value in _state(are_known).items():
-        if value != before[title]:
-            pairs = value.items() ^ before[title].items() if title == ENVIRONMENT else ()
-            kind = OrderError if any(OF_TORCH.match(name) for name, _ in pairs) else UnfitError
+        gc.collect()  # else each worker would end the objects that a package has dropped
+    _check_state(before, _process_state(are_known))
+    _check_devices_and_threads()
+
+
+def _check_state(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
+    """Raise UnfitError where the parts of a process, from two calls of `_process_state`, differ;
+    OrderError where a variable differs that torch reads."""
+    for title, part in after.items():
+        if part != before[title]:
+            changed_pairs = part.items() ^ before[title].items() if title == ENVIRONMENT else ()
+            is_of_torch = any(OF_TORCH.match(name) for name, _ in changed_pairs)
+            kind = OrderError if is_of_torch else UnfitError
             raise kind(f"an import has changed {title}")
+
+
+def _check_devices_and_threads() -> None:
+    """Raise UnfitError where this process has an accelerator's file open, has initialised an
+    accelerator, or has a thread besides this one. A child is forked, which ends at once."""
     for file in _open_files().values():
         if file.startswith(DEVICE_FILES):
             raise UnfitError(f"an import has opened {file}")
     if _has_initialised_device():
         raise UnfitError("an import has initialised an accelerator")
-    if not (pid := os.fork()):  # thread pools that survive a fork end their threads before one
+    # Thread pools that survive a fork end their threads before it: so fork once, for nothing else.
+    if not (pid := os.fork()):
         os._exit(0)
     os.waitpid(pid, 0)
     if (count := _count_threads()) > 1:
@@ -70,8 +84,8 @@ def import_ahead(names: Sequence[str], output: int, *, are_known: bool = True) -
 
 
 def _count_threads() -> int:
-    """Return how many threads this process has. Waits up to `ENDING_S` for other threads to end: a
-    join returns before the kernel has removed the thread."""
+    """Return how many threads this process has. First wait, `ENDING_S` at most, for other threads
+    to end: a join returns before the kernel has removed the thread."""
     give_up = time.monotonic() + ENDING_S
     while (count := len(os.listdir("/proc/self/task"))) > 1 and time.monotonic() < give_up:
         time.sleep(0.01)
@@ -86,10 +100,10 @@ def _has_initialised_device() -> bool:
 
 
 @contextlib.contextmanager
-def paused_collector() -> Iterator[None]:
-    """Switch Python's collector of cycles off inside the block, which would take a fifth of the
-    import of torch for nothing. At the block's end all objects are frozen (`gc.freeze`): later
-    collections leave them out. The old thresholds return, unless a package has set its own."""
+def pause_collector() -> Iterator[None]:
+    """Switch Python's collector of cycles off inside the block: it would take a fifth of the import
+    of torch for nothing. At the block's end freeze all objects (`gc.freeze`), which later
+    collections leave out, and set the old thresholds again, unless a package has set its own."""
     thresholds = gc.get_threshold()
     gc.set_threshold(0)
     try:
@@ -101,9 +115,9 @@ def paused_collector() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def kept_cpus() -> Iterator[None]:
-    """At the block's end this thread may run on the same CPUs as before: by OMP_PROC_BIND the
-    import of torch binds it to the first one, and workers would inherit that."""
+def keep_cpus() -> Iterator[None]:
+    """At the block's end let this thread run on the same CPUs as before the block: with
+    OMP_PROC_BIND the import of torch binds it to the first CPU, and workers would inherit that."""
     if not hasattr(os, "sched_setaffinity"):  # no Linux
         yield
         return
@@ -111,17 +125,17 @@ def kept_cpus() -> Iterator[None]:
     try:
         yield
     finally:
-        with contextlib.suppress(OSError):  # the job may have others by now
+        with contextlib.suppress(OSError):  # Slurm may have given the job other CPUs by now
             os.sched_setaffinity(0, cpus)
 
 
 @contextlib.contextmanager
-def _captured(output: int) -> Iterator[None]:
+def _redirect_output(output: int) -> Iterator[None]:
     """Redirect this process's stdout and stderr to the file descriptor `output` inside the
     block."""
     outputs = [os.dup(number) for number in (1, 2)]
     try:
-        with contextlib.suppress(OSError):  # what was printed before goes where it was printed to
+        with contextlib.suppress(OSError):  # what Python still holds goes to the old stdout
             sys.stdout.flush()
         for number in (1, 2):
             os.dup2(output, number)
@@ -133,9 +147,10 @@ def _captured(output: int) -> Iterator[None]:
             os.close(copy)
 
 
-def _state(are_known: bool) -> dict[str, Any]:
-    """Return, by a name in words, what imports must not change in this process; unless the modules
-    `are_known`, also the generators of random numbers and the callbacks at the exit."""
+def _process_state(are_known: bool) -> dict[str, Any]:
+    """Return the parts of this process that imports must not change, by a name in words; unless the
+    modules `are_known`, also the generators of random numbers and the callbacks at the exit. Equal
+    results mean that nothing has changed."""
     state: dict[str, Any] = {
         "a signal's handler": [signal.getsignal(n) for n in sorted(signal.valid_signals())],
         "the working directory": os.getcwd(),
@@ -145,7 +160,7 @@ def _state(are_known: bool) -> dict[str, Any]:
         "the open files": _open_files(),
     }
     if not are_known:
-        # A fork would give all ranks one generator, or one folder that the first to end removes.
+        # Forks would share one state of a generator, or a folder that a callback removes.
         state["the generators of random numbers"] = _generators()
         state["the callbacks at the exit"] = atexit._ncallbacks()
     return state
@@ -164,20 +179,20 @@ def _open_files() -> dict[str, str]:
 
 
 def _generators() -> list[str]:
-    """Return texts that differ between two calls if a global generator of Python, numpy or torch's
-    CPU has drawn or was seeded meanwhile, or a generator object that is not frozen (`gc`) was made
-    or freed."""
+    """Return texts by which two calls can be compared: they differ if a global generator of Python,
+    numpy or torch's CPU has drawn or was seeded in between, or if a generator object that is not
+    frozen (`gc.freeze`) was made or freed."""
     states = [repr(random.getstate())]
     kinds: tuple[type, ...] = (random.Random,)
     if numpy := sys.modules.get("numpy"):
-        # The key changes with each 624th word only; behind it is the place in it.
+        # The key changes only with each 624th word; `place` is the position in it, and the rest.
         key, *place = numpy.random.get_state()[1:]
         states.append(repr((key.tobytes(), place)))
         kinds += (numpy.random.Generator, numpy.random.RandomState)
     if torch := sys.modules.get("torch"):
         states.append(repr(torch.get_rng_state().numpy().tobytes()))
         kinds += (torch.Generator,)
-    # By their types: some answer `isinstance` with a warning.
+    # By `type`: some objects answer `isinstance` with a warning.
     instances = sorted(
         id(instance) for instance in gc.get_objects() if issubclass(type(instance), kinds)
     )
@@ -186,29 +201,30 @@ def _generators() -> list[str]:
 
 def forget_rank() -> None:
     """Remove from this process's environment the ranks and counts that Slurm and MPI gave to the
-    one task of the node: an import would take them for the worker's."""
+    one task of the node: an import would take them for those of a worker."""
     for name in list(os.environ):
         if RANK_NAMES.fullmatch(name) or is_of_mpi_task(name):
             del os.environ[name]
 
 
 class _RankReadError(BaseException):
-    """An import has asked for the rank, or for all variables. It is no Exception, lest a package
-    catches it and goes on."""
+    """An import has asked for the rank, or for all variables. This is no Exception, which a package
+    might catch, and go on."""
 
 
 @contextlib.contextmanager
-def _rank_unread(are_known: bool) -> Iterator[None]:
-    """Inside the block, an import that reads a worker's rank, which is not set yet, from
-    ``os.environ`` is ended by `_RankReadError`; so is one that reads all variables, unless the
-    modules `are_known`. At the block's end UnfitError is raised then."""
+def _forbid_rank(are_known: bool) -> Iterator[None]:
+    """Inside the block, end an import by `_RankReadError` if it reads a worker's rank, which is not
+    set yet, from ``os.environ``, or, unless the modules `are_known`, if it reads all variables. At
+    the block's end raise UnfitError if an import was ended so. The class of ``os.environ`` is
+    patched for the time of the block."""
     names: list[str] = []
     kind: Any = type(os.environ)
     read, walk = kind.__getitem__, kind.__iter__
 
-    def note(self: Any, name: AnyStr) -> AnyStr:
-        """Return the value of the variable `name`; end the import if that is a missing rank.
-        ``os.environb`` is of the same class, and has bytes."""
+    def read_or_end(self: Any, name: AnyStr) -> AnyStr:
+        """Return the value of the variable `name`; end the import if `name` is a rank and is not
+        set. ``os.environb`` is of the same class, and has bytes."""
         try:
             return read(self, name)  # type: ignore[no-any-return]
         except KeyError:
@@ -217,15 +233,15 @@ def _rank_unread(are_known: bool) -> Iterator[None]:
                 raise _RankReadError from None
             raise
 
-    def note_all(self: Any) -> Iterator[str]:
-        """Return an iterator over the names of all variables. End the import instead if its module
-        is not known, and Python's own modules do not ask."""
+    def walk_or_end(self: Any) -> Iterator[str]:
+        """Return an iterator over the names of all variables; end the import instead if its module
+        is not known, and the caller is no module of Python itself."""
         if not are_known and not _is_called_by_python():
             names.append("all variables")
             raise _RankReadError
         return walk(self)  # type: ignore[no-any-return]
 
-    kind.__getitem__, kind.__iter__ = note, note_all
+    kind.__getitem__, kind.__iter__ = read_or_end, walk_or_end
     try:
         yield
     finally:
@@ -235,22 +251,22 @@ def _rank_unread(are_known: bool) -> Iterator[None]:
 
 
 def _is_called_by_python() -> bool:
-    """Return whether the caller of `note_all` is a module of Python itself, which reads all
-    variables to start a child process, say."""
-    frame = sys._getframe(2)
+    """Return whether a module of Python itself has called `walk_or_end`: it reads all variables to
+    start a child process, say."""
+    frame = sys._getframe(2)  # 0: this function, 1: `walk_or_end`
     while frame.f_back and frame.f_globals.get("__name__") in OF_ENVIRON:
         frame = frame.f_back
     return str(frame.f_globals.get("__name__")).partition(".")[0] in sys.stdlib_module_names
 
 
 @contextlib.contextmanager
-def _without_driver() -> Iterator[None]:
-    """Inside the block, ``torch.cuda.is_available()`` asks NVML, and does not start the driver,
-    which a fork would not survive. Where torch is imported already, each of its calls of NVML also
-    ends NVML again, which torch itself leaves open."""
-    before = os.environ.get(NVML_CHECK)
+def _ask_nvml_alone() -> Iterator[None]:
+    """Inside the block, have ``torch.cuda.is_available()`` ask NVML, and not start the driver,
+    which a fork would not survive. Where torch is imported already, also have each of its calls of
+    NVML shut NVML down again, which torch itself leaves open."""
+    old_setting = os.environ.get(NVML_CHECK)
     os.environ[NVML_CHECK] = "1"
-    module = vars(sys.modules.get("torch.cuda", object))
+    module = vars(sys.modules.get("torch.cuda", object))  # `object` has none of the functions
     originals = {name: module[name] for name in NVML_CALLS if name in module}
     for name, ask in originals.items():
         module[name] = partial(_ask_nvml, ask)
@@ -259,15 +275,16 @@ def _without_driver() -> Iterator[None]:
     finally:
         for name, ask in originals.items():
             module[name] = ask
-        if before is None:
+        if old_setting is None:
             del os.environ[NVML_CHECK]
         else:
-            os.environ[NVML_CHECK] = before
+            os.environ[NVML_CHECK] = old_setting
 
 
 def _ask_nvml(ask: Callable[[], Any]) -> Any:
-    """Call a function of torch that initialises NVML, shut NVML down once, and return the answer.
-    NVML counts both, and closes its device files at the last shutdown."""
+    """Call `ask`, a function of torch that initialises NVML, then shut NVML down once; return the
+    function's answer. NVML counts initialisations, and closes its device files once there are as
+    many shutdowns."""
     import ctypes
 
     try:
@@ -278,12 +295,13 @@ def _ask_nvml(ask: Callable[[], Any]) -> Any:
 
 
 def _import_if_there(name: str) -> None:
-    """Import the module `name`, if it exists. Raises OrderError if the import fails, since the
-    script may rely on the failure."""
+    """Import the module `name`, if it exists. Raise OrderError if the import fails otherwise: in
+    the script, where other imports come before, it might not fail."""
     try:
         importlib.import_module(name)
     except ModuleNotFoundError as error:
-        if not name.startswith(str(error.name)):  # no submodule, but a function, say
+        # `name` itself may be missing: it may be a function of its package, and no submodule.
+        if not name.startswith(str(error.name)):
             raise OrderError(f"the import of {name} has failed: {error}") from None
     except BaseException as error:
         raise OrderError(f"the import of {name} has failed: {error!r}") from None

@@ -1,4 +1,4 @@
-"""A job's program that is no script: it becomes a module, as by ``python -m``, or starts a command.
+"""Runs a job's program that is no script: a module, as by ``python -m``, or a command.
 
 ``program.py module FOLDER NAME ARGS…``: Python looks for the module in FOLDER first, the run's copy
 of the working directory, in which ``python -m`` looks first.
@@ -28,21 +28,21 @@ REST_S = 60.0  # for what else runs when a training has ended: another one that 
 
 
 def run_module(folder: str, name: str, *args: str) -> None:
-    """Run the module `name` as ``__main__`` with the arguments `args`; Python looks for the module
-    in `folder` first. Raises ImportError where there is none, and what the module raises."""
+    """Run the module `name` as ``__main__`` with the arguments `args`; Python looks for modules in
+    `folder` first. Raise ImportError where there is no such module, and what the module raises."""
     sys.path.insert(0, folder)
     sys.argv[:] = [name, *args]
     runpy.run_module(name, run_name="__main__", alter_sys=True)
 
 
 def run_command(name: str, *args: str) -> NoReturn:
-    """Run a command in a child process, and end this process as the command ends: with the same
-    exit code, or by the same signal. Where the command can't be started, print why, and end with a
-    shell's code, 126 or 127.
+    """Run the command `name` with `args` in a child process, and end this process as the command
+    ends: with the same exit code, or by the same signal. Where the command can't be started, print
+    the reason, and end with a shell's code, 126 or 127.
 
     A signal of notice is passed on to the command. If the command is a shell around a training, the
-    notice ends it; the training then gets the notice, too, and this process waits until it has
-    ended. If the training fails, its exit code counts.
+    notice ends the shell; the training then gets the notice, too, and this process waits until the
+    training has ended. If the training fails, its exit code counts.
     """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where it is ignored, no child can be waited for
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, AWAITED)
@@ -53,23 +53,23 @@ def run_command(name: str, *args: str) -> NoReturn:
         if os.getppid() != parent:  # it died before the line above
             os._exit(1)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        os._exit(_exec(name, args))
-    for number in NOTICE_SIGNALS:  # blocked as they are: others see that this process lives on
+        os._exit(_replace_process(name, args))
+    for number in NOTICE_SIGNALS:  # blocked already; a handler shows others that this one survives
         signal.signal(number, lambda *_: None)
     tree = ProcessTree()
     tree.wait_for_one_of({command})
     status = tree.statuses[command]
     if os.WIFSIGNALED(status) and os.WTERMSIG(status) in NOTICE_SIGNALS and not tree.notice:
-        tree.await_notice()
-    codes = tree.wait_for_trainings() if tree.notice else []
-    _end_as(next(filter(None, codes), status))
+        tree.await_notice()  # the command got it first
+    training_statuses = tree.wait_for_trainings() if tree.notice else []
+    _end_as(next(filter(None, training_statuses), status))  # the first that is not 0
 
 
-def _exec(name: str, args: Iterable[str]) -> int:
+def _replace_process(name: str, args: Iterable[str]) -> int:
     """Replace this process by the command `name` with `args`, looked for by PATH, then beside this
-    Python. The command has PYTHONUNBUFFERED=1 unless the job sets that variable. Where the command
-    can't be started, print why, and return a shell's exit code: 127 where the command or its
-    interpreter is not there, else 126."""
+    Python. The command has PYTHONUNBUFFERED=1 unless the job sets that variable. Return only where
+    the command can't be started: print the reason, and return a shell's exit code, 127 where the
+    command or its interpreter does not exist, else 126."""
     os.environ.setdefault("PYTHONUNBUFFERED", "1")  # as a script has it by python -u
     path = shutil.which(name) or shutil.which(name, path=os.path.dirname(sys.executable)) or name
     try:
@@ -90,39 +90,40 @@ class ProcessTree:
     def __init__(self) -> None:
         self.notice = 0
         self.statuses: dict[int, int] = {}
-        self._is_for_all = False  # each process below has got it from its sender
-        self._signalled: set[int] = set()
+        self._is_for_all = False  # the notice's sender has signalled each process below, too
+        self._signalled: set[int] = set()  # ids of processes that have got the notice
 
     def wait_for_one_of(self, children: Set[int], limit_s: float = 3e6) -> bool:
-        """Wait until one of `children` has ended, at most `limit_s` seconds; return whether one
-        has. Each notice that comes meanwhile is passed on to `children`, unless its sender has
-        signalled all processes."""
+        """Wait until one of `children` (process ids) has ended, at most `limit_s` seconds; return
+        whether one has. Each notice that comes meanwhile is passed on to `children`, unless its
+        sender has signalled all processes."""
         give_up = time.monotonic() + limit_s
         while True:
-            with suppress(ChildProcessError):  # none is left
-                while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-                    self.statuses[ended[0]] = ended[1]
+            with suppress(ChildProcessError):  # no child is left
+                while (pair := os.waitpid(-1, os.WNOHANG))[0]:  # id and status; id 0: none yet
+                    self.statuses[pair[0]] = pair[1]
             if not children.isdisjoint(self.statuses):
                 return True
             left_s = give_up - time.monotonic()
             if left_s <= 0:
                 return False
             if self._take_signal(left_s) and not self._is_for_all:
-                self._send(children)
+                self._send_notice(children)
 
     def await_notice(self) -> None:
-        """Wait until this process gets a notice, `NOTICE_S` at most; it is then in `notice`."""
+        """Wait until this process gets a notice, `NOTICE_S` at most; `notice` then has its
+        number."""
         give_up = time.monotonic() + NOTICE_S
         while not self.notice and (left_s := give_up - time.monotonic()) > 0:
             self._take_signal(left_s)
 
     def wait_for_trainings(self) -> list[int]:
         """Pass the notice on to the processes that a command leaves: shells, which the notice ends,
-        and programs that handle or ignore it, as a training does. Wait for all of them; return the
-        wait statuses of the programs that have ended.
+        and programs that handle or ignore the notice, as a training does. Wait for all of them;
+        return the wait statuses of the programs that have ended.
 
-        Once a program has ended, the others are given up if none ends for `REST_S`: they may be
-        helpers that go on. At last the notice goes to the children that it ends.
+        Once a program has ended, this stops waiting if none of the others ends for `REST_S`: they
+        may be helpers that go on. At last the notice goes to the other children, which it ends.
         """
         trainings: set[int] = set()
         while True:
@@ -130,17 +131,17 @@ class ProcessTree:
             trainings |= survivors
             awaited = shells | survivors
             if not self._is_for_all:
-                self._send(awaited - self._signalled)
-            limit_s = 3e6 if trainings.isdisjoint(self.statuses) else REST_S
+                self._send_notice(awaited - self._signalled)
+            limit_s = 3e6 if trainings.isdisjoint(self.statuses) else REST_S  # 3e6 s: a month
             if not awaited or not self.wait_for_one_of(awaited, limit_s):
                 break
         if not self._is_for_all:
-            self._send(self._children()[2])
+            self._send_notice(self._children()[2])
         return [self.statuses[process] for process in trainings if process in self.statuses]
 
     def _take_signal(self, limit_s: float) -> bool:
-        """Wait for a signal, `limit_s` at most. Return whether a notice has come; its number is
-        then in `notice`."""
+        """Wait for a signal of `AWAITED`, `limit_s` at most. Return whether a notice has come;
+        `notice` then has its number. The end of a child, SIGCHLD, also ends the wait."""
         if sys.platform != "linux":
             if not (pending := signal.sigpending() & {*AWAITED}):
                 time.sleep(min(limit_s, POLL_S))
@@ -155,30 +156,32 @@ class ProcessTree:
         self.notice, self._is_for_all = number, _signals_all(sender)
         return True
 
-    def _send(self, processes: Set[int]) -> None:
-        """Send the notice to those of `processes` that have not ended; all count as signalled."""
+    def _send_notice(self, processes: Set[int]) -> None:
+        """Send the notice to those of `processes` that have not ended; all count as signalled from
+        now on."""
         self._signalled |= processes
         for process in processes - self.statuses.keys():
             with suppress(ProcessLookupError):
                 os.kill(process, self.notice)
 
     def _children(self) -> tuple[set[int], set[int], set[int]]:
-        """Return this process's children as three sets: those that the notice ends and that have
-        children, as a shell; those that handle or ignore the notice; and the others, which the
-        notice ends."""
+        """Return the ids of this process's children as three sets: children that the notice ends
+        and that have children themselves, as shells; children that handle or ignore the notice; and
+        the others, which the notice ends."""
         survivors: set[int] = set()
         mortals: set[int] = set()
         parents: set[int] = set()
         for process, parent, mask in _processes():
             parents.add(parent)
             if parent == os.getpid():
-                (survivors if mask >> self.notice - 1 & 1 else mortals).add(process)
+                is_survivor = mask >> self.notice - 1 & 1  # the mask's bit 0 is signal 1
+                (survivors if is_survivor else mortals).add(process)
         return mortals & parents, survivors, mortals - parents
 
 
 def _processes() -> Iterator[tuple[int, int, int]]:
-    """Yield for each process its id, its parent's id, and the mask of the signals that it handles
-    or ignores. Yields nothing where there is no /proc."""
+    """Yield for each process of this machine its id, its parent's id, and the mask of the signals
+    that it handles or ignores. Yield nothing where there is no /proc."""
     if not os.path.isdir("/proc"):
         return
     for process in filter(str.isdigit, os.listdir("/proc")):
@@ -189,8 +192,9 @@ def _processes() -> Iterator[tuple[int, int, int]]:
 
 
 def _signals_all(sender: int) -> bool:
-    """Return whether the process with the id `sender` signals all processes of a worker at once:
-    torchrun's agent does, and Slurm (0: a process that a container hides, which may be Slurm)."""
+    """Return whether the process with the id `sender` signals all processes of a worker at once, as
+    torchrun's agent does, and Slurm. True for the id 0, which stands for a process that a container
+    hides: it may be Slurm."""
     if not sender or str(sender) == os.environ.get("HPC_DDP_AGENT_PID"):
         return True
     with suppress(OSError), open(f"/proc/{sender}/comm", errors="replace") as file:
@@ -203,11 +207,11 @@ def _end_as(status: int) -> NoReturn:
     without a core of its own, or with the same exit code."""
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
-        _prctl(PR_SET_DUMPABLE, 0)  # that process has left a core
-        with suppress(OSError):  # SIGKILL
+        _prctl(PR_SET_DUMPABLE, 0)  # the other process has left a core, and one is enough
+        with suppress(OSError):  # SIGKILL has no handler
             signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [number])
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [number])  # here the signal ends this process
     sys.exit(os.waitstatus_to_exitcode(status))
 
 

@@ -1,8 +1,8 @@
-"""The imports of a script at its start, read from its text: it is never run for that.
+"""The imports of a script at its start, read from its text: the script is not run for that.
 
 The fork server imports these modules before the script starts. A script is refused where it would
 then not get the same modules: it changes its environment or the search path, changes a setting
-before an import, or has a module of its own that hides an installed one.
+before an import, or has a module of its own that hides an installed module.
 """
 
 from __future__ import annotations
@@ -40,16 +40,8 @@ SET_NOTHING = ("torch", "torchvision", "numpy", OURS)  # their functions change 
 WITH_TORCH = {"torch", OURS}
 # Names of Python that may change an import, or run any text.
 ACTING = (
-    "sys",
-    "importlib",
-    "unittest",
-    "site",
-    "ctypes",
-    "runpy",
-    "setattr",
-    "exec",
-    "eval",
-    "__import__",
+    *("sys", "importlib", "unittest", "site", "ctypes"),
+    *("runpy", "setattr", "exec", "eval", "__import__"),
 )
 HARMLESS = {"os"}  # what it changes is seen by `_change`
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
@@ -63,8 +55,8 @@ class UnfitError(Exception):
 
 
 class OrderError(UnfitError):
-    """An import has failed, or has changed a variable that torch reads: before torch's it might do
-    otherwise, or have an effect on torch."""
+    """An import has failed, or has changed a variable that torch reads: in the script, before the
+    import of torch, it might not fail, or have an effect on torch."""
 
 
 class _Import(NamedTuple):
@@ -81,8 +73,8 @@ class _Import(NamedTuple):
 class _Reading:
     """The imports at the top level of one file, and its changes that may matter to an import.
 
-    `steps` are in the order in which they run. A number is the line of a statement that may change
-    anything: a call of a function of the file or of a package whose text is not read, or a patch.
+    `steps`, in the order in which they run, are imports, and the lines of statements that may
+    change anything: a patch, or a call of a function of the file or of a package that is not read.
     """
 
     steps: list[_Import | int] = field(default_factory=list)
@@ -96,8 +88,8 @@ def imports_of(script: Path, folders: Sequence[Path]) -> list[str]:
     their top level, in the order of the imports, up to the first statement that may change anything
     (see `_Reading`). `folders` have the script's own modules; the first is the script's folder.
 
-    Raises UnfitError where one of the files can't be read, or changes something on which an import
-    may depend; or where a statement that may change anything comes before the import of torch.
+    Raise UnfitError where a file can't be read, or changes something on which an import may depend;
+    or where a statement that may change anything comes before the import of torch.
     """
     walk = _Walk(script, folders)
     walk.enter(script, is_certain=True)
@@ -110,20 +102,20 @@ class _Walk:
     of installed modules up to the first statement that may change anything."""
 
     script: Path
-    folders: Sequence[Path]
-    names: dict[str, None] = field(default_factory=dict)
-    entered: set[Path] = field(default_factory=set)
+    folders: Sequence[Path]  # with the script's own modules; the first is the script's folder
+    names: dict[str, None] = field(default_factory=dict)  # an ordered set
+    entered: set[Path] = field(default_factory=set)  # the files that were read
     change: str = ""  # the place of the first statement that may change anything
 
     def enter(self, path: Path, is_certain: bool) -> None:
-        """Read the file `path` and follow its imports; do nothing if it has been read before, or
-        more than `MOST_FILES` others have. `is_certain` says that the file's module is always
-        imported. Raises UnfitError as `imports_of`."""
+        """Read the file `path` and follow its imports; do nothing if the file has been read before,
+        or more than `MOST_FILES` have. `is_certain` says that the file's module is always imported.
+        Raise UnfitError as `imports_of`."""
         if path in self.entered or len(self.entered) > MOST_FILES:
             return
         self.entered.add(path)
         reading = _read(path)
-        # The top level of a module runs at an import, its functions whenever they are called.
+        # A module of the script runs before later imports of the script: its settings may matter.
         last = reading.last_import if path == self.script else math.inf
         early = [(line, change) for line, change in reading.settings if line < last]
         if changes := [*reading.changes, *early]:
@@ -136,9 +128,9 @@ class _Walk:
                 self._follow(path, step, is_certain and step.is_certain)
 
     def _follow(self, path: Path, step: _Import, is_certain: bool) -> None:
-        """Follow one import of the file `path`: `enter` the files of a module that is not
+        """Follow one import, `step`, of the file `path`: `enter` the files of a module that is not
         installed; add an installed module to `names` if its import is certain and no `change` comes
-        before. Raises UnfitError where a `change` comes before the first import of torch, and as
+        before. Raise UnfitError where a `change` comes before the first import of torch, and as
         `enter`."""
         name, parts, level, _ = step
         package, top = _package(path, level), name.partition(".")[0]
@@ -158,8 +150,8 @@ class _Walk:
 
 
 def is_installed(name: str) -> bool:
-    """Return whether the module `name` would come from a folder of installed packages, and may be
-    imported ahead (not one of `NEVER_AHEAD`)."""
+    """Return whether Python would find the module `name` in a folder of installed packages, and it
+    may be imported ahead: it is not one of `NEVER_AHEAD`."""
     top = name.partition(".")[0]
     if top in sys.stdlib_module_names or top in NEVER_AHEAD:
         return False
@@ -170,10 +162,10 @@ def is_installed(name: str) -> bool:
     return bool(spec and spec.origin and INSTALLED & set(Path(spec.origin).parts))
 
 
-def hidden_by(folders: Sequence[Path], loaded: Collection[str]) -> Path | None:
+def find_hiding_file(folders: Sequence[Path], loaded: Collection[str]) -> Path | None:
     """Return the first file or folder in `folders` that Python would import in place of one of the
-    `loaded` modules; None if there is none. ``hpc_ddp`` counts only in the script's folder, which
-    is the first: in the search path the run's own comes before the other folders."""
+    `loaded` modules, or of one that it imports at its start; None if there is none. ``hpc_ddp``
+    counts only in the first folder, the script's: the run's own comes before the others."""
     tops = {name.partition(".")[0] for name in loaded} - {"__main__"}
     tops |= {"sitecustomize", "usercustomize"}  # Python imports them at its start
     for folder in folders:
@@ -192,12 +184,28 @@ def hidden_by(folders: Sequence[Path], loaded: Collection[str]) -> Path | None:
 
 
 def _read(path: Path) -> _Reading:
-    """Return the reading of a file; raise UnfitError if it can't be read, or is no Python."""
+    """Return the reading of the file `path`; raise UnfitError if it can't be read, or is no
+    Python."""
     try:
         tree = parse_python(path)
     except (OSError, SyntaxError, ValueError) as error:
         raise UnfitError(f"{path.name} can't be read: {error}") from None
     reading = _Reading()
+    _note_steps(tree, reading)
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            reading.last_import = max(reading.last_import, node.lineno)
+        elif change := _change(node):
+            reading.changes.append((node.lineno, change))  # type: ignore[attr-defined]
+        elif isinstance(node, ast.Call) and (name := _function_name(node)) in SETTINGS:
+            reading.settings.append((node.lineno, f"a setting by {name}"))
+        if change := _renaming(node):
+            reading.changes.append((node.lineno, change))  # type: ignore[attr-defined]
+    return reading
+
+
+def _note_steps(tree: ast.Module, reading: _Reading) -> None:
+    """Append the steps at the top level of a file to those of `reading`."""
     modules: dict[str, str] = {}  # by the names that imports have bound; '' for a function here
     for node, is_certain in _at_top_level(tree.body):
         if isinstance(node, ast.Import):
@@ -212,24 +220,14 @@ def _read(path: Path) -> _Reading:
             modules[node.name] = ""
         elif isinstance(node, STATEMENTS) and _may_change_anything(node, modules):
             reading.steps.append(node.lineno)
-    for statement in ast.walk(tree):
-        if isinstance(statement, (ast.Import, ast.ImportFrom)):
-            reading.last_import = max(reading.last_import, statement.lineno)
-        elif change := _change(statement):
-            reading.changes.append((statement.lineno, change))  # type: ignore[attr-defined]
-        elif isinstance(statement, ast.Call) and (name := _called(statement)) in SETTINGS:
-            reading.settings.append((statement.lineno, f"a setting by {name}"))
-        if change := _alias(statement):
-            reading.changes.append((statement.lineno, change))  # type: ignore[attr-defined]
-    return reading
 
 
 def _at_top_level(
     body: Sequence[ast.stmt], is_certain: bool = True
 ) -> Iterator[tuple[ast.stmt, bool]]:
-    """Yield each statement of `body` that may run at an import, also those inside other statements,
-    and whether it always runs. A statement below ``if``, in a loop, an ``else`` or a handler may
-    not run; without `is_certain`, which says that `body` always runs, no statement is certain.
+    """Yield each statement of `body` that may run at an import, also statements inside others, and
+    whether it always runs. A statement below ``if``, in a loop, an ``else`` or a handler may not
+    run; without `is_certain`, which says that `body` always runs, no statement is certain.
 
     Left out are the insides of functions, classes and a ``match``, of ``if __name__ …`` with its
     ``else``, and of ``if TYPE_CHECKING``.
@@ -250,9 +248,9 @@ def _at_top_level(
 
 
 def _may_change_anything(node: ast.stmt, modules: Mapping[str, str]) -> bool:
-    """Return whether a statement may change what a later import finds, in a way that its text does
-    not show: it patches a module, or calls a function that may do so. `modules` has the names that
-    the file has bound so far, with the module of each; '' for a function or class of the file."""
+    """Return whether the statement `node` may change what a later import finds, in a way that its
+    text does not show: it patches a module, or calls a function that may do so. `modules` has the
+    names that the file has bound so far, with the module of each; '' for a function or class."""
     targets = getattr(node, "targets", None) or [getattr(node, "target", None)]
     for target in targets:
         is_part = isinstance(target, (ast.Attribute, ast.Subscript))
@@ -262,8 +260,8 @@ def _may_change_anything(node: ast.stmt, modules: Mapping[str, str]) -> bool:
         if isinstance(call, ast.Call) and (root := _root(call.func)) not in HARMLESS:
             module = modules.get(root)
             top = (module or "").partition(".")[0]
-            is_pythons = top in sys.stdlib_module_names and top not in ACTING
-            if root in ACTING or (module is not None and not (is_pythons or top in SET_NOTHING)):
+            is_safe = top in SET_NOTHING or (top in sys.stdlib_module_names and top not in ACTING)
+            if root in ACTING or (module is not None and not is_safe):
                 return True
     return False
 
@@ -276,8 +274,8 @@ def _root(node: ast.AST) -> str:
 
 
 def _change(node: ast.AST) -> str:
-    """Return, in words, which variable, or ``sys.path`` or ``sys.modules``, a statement or call
-    changes; '' if it changes nothing on which an import may depend."""
+    """Return, in words, the variable that a statement or call changes, ``sys.path`` or
+    ``sys.modules``; '' if it changes nothing on which an import may depend."""
     if isinstance(node, (ast.Assign, ast.AugAssign, ast.Delete)):
         targets = [node.target] if isinstance(node, ast.AugAssign) else node.targets
         for target in targets:
@@ -291,7 +289,7 @@ def _change(node: ast.AST) -> str:
                 return ast.unparse(target)
     if not isinstance(node, ast.Call):
         return ""
-    function, name = node.func, _called(node)
+    function, name = node.func, _function_name(node)
     if name in ("putenv", "unsetenv", "load_dotenv"):
         return "its environment"
     if not isinstance(function, ast.Attribute):
@@ -304,15 +302,15 @@ def _change(node: ast.AST) -> str:
     return "sys.path" if is_of_path else ""
 
 
-def _called(node: ast.Call) -> str:
+def _function_name(node: ast.Call) -> str:
     """Return the name of a called function, '' if it has none."""
     function = node.func
     return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
 
 
-def _alias(node: ast.AST) -> str:
-    """Return, in words, the module ``sys``, its or ``os``'s variable, or the setting to which a
-    statement gives another name: `_change` would not see a change by that name. '' for any other
+def _renaming(node: ast.AST) -> str:
+    """Return, in words, what a statement gives another name, by which `_change` would not see a
+    change: the module ``sys``, a variable of ``sys`` or ``os``, or a setting. '' for any other
     statement."""
     if isinstance(node, ast.Import):
         return "sys" if any(a.name == "sys" and a.asname for a in node.names) else ""
@@ -335,9 +333,9 @@ def _alias(node: ast.AST) -> str:
 
 
 def _folders_elsewhere(name: str) -> list[Path]:
-    """Return, in a list, the folder that has the top-level module of `name`, for a module that is
-    neither installed nor the script's own: one on PYTHONPATH, or of an editable install. [] for a
-    module that is not found, is Python's own, one of `NEVER_AHEAD`, or no text (``.py``)."""
+    """Return, in a list, the folder with the top-level module of `name`, a module that is neither
+    installed nor the script's own: it is on PYTHONPATH, or of an editable install. [] for a module
+    that is not found, is Python's own, one of `NEVER_AHEAD`, or no text (``.py``)."""
     top = name.partition(".")[0]
     if top in sys.stdlib_module_names or top in NEVER_AHEAD:
         return []
@@ -352,8 +350,8 @@ def _folders_elsewhere(name: str) -> list[Path]:
 
 
 def _is_name(node: ast.AST, name: str, module: str = "") -> bool:
-    """Return whether an expression is `name` or ends with ``.name``; with `module`, whether it is
-    ``module.name``."""
+    """Return whether the expression `node` is `name` or ends with ``.name``; with `module`, whether
+    it is ``module.name``."""
     if isinstance(node, ast.Attribute):
         owner = getattr(node.value, "id", "")
         return node.attr == name and (not module or owner == module)
@@ -361,7 +359,7 @@ def _is_name(node: ast.AST, name: str, module: str = "") -> bool:
 
 
 def _variable(key: ast.AST) -> str:
-    """Return the name of the variable that `key`, a key of ``os.environ``, stands for; '' for a
+    """Return the name of the variable for which `key`, a key of ``os.environ``, stands; '' for a
     variable of `READ_LATE`, ``its environment`` where the key is no constant."""
     name = key.value if isinstance(key, ast.Constant) else ""
     if isinstance(name, str) and READ_LATE.fullmatch(name):
@@ -376,8 +374,9 @@ def _package(path: Path, level: int) -> Path | None:
 
 
 def _files(name: str, parts: Sequence[str], folders: Sequence[Path]) -> Iterator[Path]:
-    """Yield the files of the module `name`, of its parent packages, and of those of its submodules
-    that `parts` name; from the first of `folders` that has the module's top level."""
+    """Yield the files of the module `name` and of its parent packages, the outermost first, then
+    those of its submodules that `parts` name; from the first of `folders` that has the module's top
+    level. Yield nothing where none has it."""
     words = name.split(".") if name else []
     for folder in folders:
         if words and not ((folder / words[0]).is_dir() or (folder / f"{words[0]}.py").is_file()):
@@ -385,13 +384,14 @@ def _files(name: str, parts: Sequence[str], folders: Sequence[Path]) -> Iterator
         path = folder
         for word in words:
             path = path / word
-            yield from _existing(path)
+            yield from _files_of(path)
         for part in parts:
-            yield from _existing(path / part)
+            yield from _files_of(path / part)
         return
 
 
-def _existing(path: Path) -> Iterator[Path]:
+def _files_of(path: Path) -> Iterator[Path]:
+    """Yield the files that exist of the package or module at `path`, a path without ``.py``."""
     for file in (path / "__init__.py", path.with_name(f"{path.name}.py")):
         if file.is_file():
             yield file

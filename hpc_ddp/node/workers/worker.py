@@ -3,8 +3,8 @@ then becomes it.
 
 Run as a file, isolated (``python -ISs worker.py``), since it must not load anything of the
 user's environment before the script itself does. It gives the worker one log file, by global
-rank and on the shared disk, and ties its life to that of whoever started it: torchrun's workers
-have sessions of their own, and outlive an agent that is killed.
+rank and on the shared disk, and has the worker end with its parent: torchrun's workers have
+sessions of their own, and would outlive an agent that is killed.
 """
 
 import os
@@ -34,43 +34,45 @@ COMPILE_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 NAMESPACE = "/proc/self/ns/pid"
 NOTICE_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 READY = "--ready"  # the first word of `main` where the set-up lines are done
-AGAIN = b"hpc-ddp: the workers start again\n"  # `failure` looks for it
+AGAIN = (
+    b"hpc-ddp: the workers start again\n"  # in a log, before a restart: `first_failure` reads it
+)
 
 
-def started_by(python: str, script: list[str]) -> list[str]:
+def worker_command(python: str, script: list[str]) -> list[str]:
     """Return the command by which the interpreter `python` starts a worker: it runs this file,
-    which then becomes the `script` (its words, with the arguments)."""
+    whose process then becomes the `script` (its words, with the arguments)."""
     return [python, "-ISs", __file__, python, "-u", *script]
 
 
-def after_setup(lines: str, command: list[str]) -> list[str]:
+def command_after_setup(lines: str, command: list[str]) -> list[str]:
     """Return the command of a bash that runs the set-up `lines`, and then becomes `command`, which
-    has the variables that they export. A line that fails is reported, and the next one runs. For no
-    lines ('') `command` itself is returned."""
+    so has the variables that the lines export. A line that fails is reported, and the next line
+    runs. Without lines ('') return `command` itself."""
     if not lines:
         return command
     report = 'echo "hpc-ddp: this set-up command failed with code $?: $BASH_COMMAND" >&2'
     text = f"trap '{report}' ERR\n{lines}\ntrap - ERR\nexec \"$@\""
-    return ["bash", "-c", text, "hpc-ddp", *command]
+    return ["bash", "-c", text, "hpc-ddp", *command]  # hpc-ddp: $0, the name in bash's messages
 
 
 def die_with_parent() -> None:
-    """Ask the kernel to kill this process by SIGKILL when its parent dies; this holds across exec.
-    Does nothing on other systems than Linux."""
+    """Have the kernel kill this process by SIGKILL when its parent dies; this holds across exec.
+    Do nothing on other systems than Linux."""
     if sys.platform == "linux":
         import ctypes
 
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def as_task() -> dict[str, str]:
+def task_variables() -> dict[str, str]:
     """Return the variables that Slurm would set for this worker if it were a task of its own, as by
     ``srun python``. They are computed from torchrun's variables, for equally many workers on each
-    node. The environment is not changed. Raises KeyError without torchrun's variables.
+    node. The environment is not changed. Raise KeyError without torchrun's variables.
 
     Below torchrun a worker inherits the variables that Slurm has set for the node's one task, with
-    the node's number as the rank and the number of nodes as the world size. A script that reads
-    them would train alone.
+    the node's number as the rank and the number of nodes as the world size: for a script that reads
+    them, each worker of a node would have the same rank.
     """
     size, per_node = os.environ["WORLD_SIZE"], os.environ["LOCAL_WORLD_SIZE"]
     nodes = int(size) // int(per_node)
@@ -89,16 +91,16 @@ def as_task() -> dict[str, str]:
 
 
 def is_of_mpi_task(name: str) -> bool:
-    """Return whether the variable `name` is one by which an MPI launcher describes a task."""
+    """Return whether an MPI launcher describes a task by the variable `name`."""
     return name.startswith(OF_AN_MPI_TASK) and not name.startswith("PMIX_MCA_")
 
 
-def forget_task() -> None:
+def forget_mpi_task() -> None:
     """Remove from this process's environment the variables by which an MPI launcher describes its
     one task of this node.
 
     Each of torchrun's workers would take itself for that task, and `import mpi4py.MPI` would hang.
-    Does nothing in a worker that torchrun has not started.
+    Do nothing in a worker that torchrun has not started: it is such a task.
     """
     if "TORCHELASTIC_USE_AGENT_STORE" in os.environ:
         for name in [*filter(is_of_mpi_task, os.environ)]:
@@ -106,27 +108,28 @@ def forget_task() -> None:
 
 
 def python_path() -> str:
-    """Return a value for PYTHONPATH: the run's own library, the snapshot of the user's code, if
-    any, and then the folders in PYTHONPATH so far. Raises KeyError without HPC_DDP_RUN."""
+    """Return a value for PYTHONPATH: the run's own library, the snapshot of the user's code if
+    there is one, and then the folders in PYTHONPATH so far. Raise KeyError without HPC_DDP_RUN."""
     parts = [os.path.join(os.environ["HPC_DDP_RUN"], "lib"), os.environ.get("HPC_DDP_CODE")]
     return ":".join(part for part in (*parts, os.environ.get("PYTHONPATH")) if part)
 
 
-def began() -> str:
-    """Return when this process began, in the form of `hpc_ddp.core.process`: a text that tells only
-    whether two starts are the same; ``running`` where there is no /proc."""
+def start_of_process() -> str:
+    """Return when this process began, in the form of `hpc_ddp.core.process`: a text that is equal
+    for equal times; ``running`` where there is no /proc."""
     try:
         with open("/proc/self/stat", errors="replace") as file:
+            # Field 22 of man 5 proc; the name before the last ) may have blanks.
             return file.read().rpartition(")")[2].split()[19]
     except OSError:  # a Mac, in a dry run
         return "running"
 
 
 def open_log(name: str) -> int:
-    """Write this process's id, start and PID namespace to ``<name>.pid``; open ``<name>.log`` to
-    append to it, and return its descriptor. `name` is a path.
+    """Write this process's id, start and PID namespace to the file ``<name>.pid``; then open the
+    file ``<name>.log`` to append to it, and return its descriptor. `name` is a path.
 
-    Where the disk refuses, tries again each second; raises OSError if it still refuses after
+    Where the disk refuses, try again each second; raise OSError if it still refuses after
     `PATIENCE_S`.
     """
     give_up = time.monotonic() + PATIENCE_S
@@ -134,7 +137,7 @@ def open_log(name: str) -> int:
     while True:
         try:
             with open(f"{name}.pid", "w") as file:
-                file.write(f"{os.getpid()} {began()} {namespace}")
+                file.write(f"{os.getpid()} {start_of_process()} {namespace}")
             return os.open(f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         except OSError:
             if time.monotonic() > give_up:
@@ -144,8 +147,8 @@ def open_log(name: str) -> int:
 
 def forget_other_ranks() -> None:
     """In the node's first worker, remove from the node's folder the pid files of ranks that the
-    node has no longer: an elastic job that has lost nodes numbers its ranks anew. Other workers do
-    nothing. Raises OSError if the disk refuses, KeyError without torchrun's variables."""
+    node no longer has: an elastic job that has lost nodes numbers its ranks anew. Do nothing in
+    other workers. Raise OSError if the disk refuses, KeyError without torchrun's variables."""
     rank, local = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
     if local:
         return
@@ -156,13 +159,13 @@ def forget_other_ranks() -> None:
             os.unlink(os.path.join(folder, name))
 
 
-def compile_cache() -> str:
-    """Return the path of a folder for the caches of torch's compiler, which is made where it is
-    missing. It lies below TMPDIR; in the run's folder where it can't be made there, or where
-    another user has made it or could replace it.
+def make_compile_cache() -> str:
+    """Return the path of a folder for the caches of torch's compiler; make the folder where it is
+    missing. It lies below TMPDIR, and is shared by the user's jobs; where it can't be made there,
+    and where another user has made it or could replace it, it lies in the run's folder.
 
     torch by itself uses ``/tmp/torchinductor_<user>``, even if another user has made it, and loads
-    pickles from it. Raises OSError if the folder in the run can't be made, or if other users may
+    pickles from it. Raise OSError if the folder in the run can't be made, or if other users may
     write it.
     """
     refusal = None
@@ -178,34 +181,39 @@ def compile_cache() -> str:
             refusal = error
             continue
         refusal = None
-        facts = os.lstat(folder)
-        is_folder = facts.st_mode & 0o170000 == 0o040000
-        # A folder's owner may rename all that lies in it; others who may write it may do so, too,
-        # unless it has the sticky bit.
-        parent = os.stat(os.path.dirname(folder))
-        is_closed = not parent.st_mode & 0o022 or parent.st_mode & 0o1000
-        is_kept = folder == in_run or (is_closed and parent.st_uid in (0, os.geteuid()))
-        if is_kept and is_folder and facts.st_uid == os.geteuid() and not facts.st_mode & 0o022:
+        status = os.lstat(folder)
+        is_folder = status.st_mode & 0o170000 == 0o040000  # S_ISDIR, without an import
+        is_own = is_folder and status.st_uid == os.geteuid() and not status.st_mode & 0o022
+        if is_own and (folder == in_run or _is_entry_safe(folder)):
             return folder
     raise refusal or PermissionError(f"{in_run} is not this user's alone")
 
 
+def _is_entry_safe(folder: str) -> bool:
+    """Return whether no other user, but root, can put a folder of theirs in place of `folder`: the
+    owner of its parent may do so, and users who can write the parent, unless it has the sticky
+    bit (0o1000)."""
+    parent = os.stat(os.path.dirname(folder))
+    is_closed = not parent.st_mode & 0o022 or bool(parent.st_mode & 0o1000)
+    return is_closed and parent.st_uid in (0, os.geteuid())
+
+
 def set_compile_cache() -> None:
-    """Set `COMPILE_CACHE` in this process's environment to the folder of `compile_cache`, unless it
-    is set already. Raises as `compile_cache`."""
+    """Set `COMPILE_CACHE` in this process's environment to the folder of `make_compile_cache`,
+    unless it is set already. Raise as `make_compile_cache`."""
     if COMPILE_CACHE not in os.environ:
-        os.environ[COMPILE_CACHE] = compile_cache()
+        os.environ[COMPILE_CACHE] = make_compile_cache()
 
 
 def resume_args() -> list[str]:
     """Return the arguments that a resume adds to the script's (``--resume-args``), split as by a
     shell; [] where this start resumes nothing.
 
-    Nothing is resumed in the first attempt of the run, or the first since ``--fresh``, unless
-    torchrun has started the worker again. Nor is it where HPC_DDP_RESUME_IF is set and no file
-    matches this pattern: an earlier attempt may have ended before it wrote the file. A file that is
-    older than the run or that ``--fresh`` is of the life before, which is printed; the time of a
-    folder says nothing. Raises ValueError for an open quote.
+    Nothing is resumed in the first attempt of the run, or in the first since ``--fresh``, unless
+    torchrun has started the worker again. Nor is anything resumed where HPC_DDP_RESUME_IF is set
+    and no file matches this pattern: an earlier attempt may have ended before it wrote the file.
+    Files that are older than that first attempt don't count, which is printed; the time of a folder
+    shows nothing. Raise ValueError for an open quote.
     """
     numbers = ("HPC_DDP_ATTEMPT", "HPC_DDP_FIRST_ATTEMPT", "TORCHELASTIC_RESTART_COUNT")
     attempt, first_attempt, restarts = (int(os.environ.get(name) or 0) for name in numbers)
@@ -215,9 +223,9 @@ def resume_args() -> list[str]:
     import glob
     import shlex
 
-    begun = os.path.join(os.environ["HPC_DDP_RUN"], "logs", f"attempt-{first_attempt}")
+    folder = os.path.join(os.environ["HPC_DDP_RUN"], "logs", f"attempt-{first_attempt}")
     files = glob.glob(path) if path else []
-    if path and not any(_is_newer(file, begun) for file in files):
+    if path and not any(_is_newer(file, folder) for file in files):
         if files:
             text = f"hpc-ddp: {files[0]} is older than this run: the script begins anew"
             print(text, file=sys.stderr, flush=True)
@@ -226,35 +234,35 @@ def resume_args() -> list[str]:
 
 
 def _is_newer(file: str, attempt: str) -> bool:
-    """Return whether a file was changed after an attempt, a folder, had begun; True for a folder,
-    and where the disk does not tell."""
+    """Return whether a file was changed since an attempt began, whose folder is `attempt`; True
+    where `file` is a folder, and where the disk does not tell."""
     try:
-        begun = os.stat(os.path.join(attempt, "attempt.json")).st_mtime
-        return os.path.isdir(file) or os.stat(file).st_mtime >= begun
+        began = os.stat(os.path.join(attempt, "attempt.json")).st_mtime
+        return os.path.isdir(file) or os.stat(file).st_mtime >= began
     except OSError:
         return True
 
 
 def value_of(name: str, variable: str = "") -> str:
-    """Return the value of the variable `name`, which ``--expand`` names, read from `variable`
-    instead if that is given. HOSTNAME is this node's name. In a dry run HPC_DDP_DRY_`name` has the
-    value of a variable that only Slurm sets. Exits the process with 1 where neither is set."""
-    if name == "HOSTNAME":  # the batch script's is that of the first node
+    """Return the value of the variable `name`, which ``--expand`` names: that of `variable` if
+    given, else its own; else that of HPC_DDP_DRY_`name`, which a dry run sets for variables that
+    only Slurm sets. HOSTNAME is this node's name. Exit the process with 1 where none is set."""
+    if name == "HOSTNAME":  # the variable has the first node's name, from the batch script
         return os.uname().nodename
-    for source in (variable or name, f"HPC_DDP_DRY_{name}"):  # the latter is Slurm's, without one
+    for source in (variable or name, f"HPC_DDP_DRY_{name}"):
         if source in os.environ:
             return os.environ[source]
     sys.exit(f"hpc-ddp: --expand names {name}, which is not set in this worker")
 
 
-def fill(command: list[str]) -> list[str]:
+def fill_variables(command: list[str]) -> list[str]:
     """Return `command` (python, -u, the script and its arguments) with values in place of the
     variables that ``--expand`` names, in the arguments. An argument ``${NAME[@]}`` becomes one
     argument for each element of the array.
 
     The values are also filled into this process's environment, in the variables that
-    HPC_DDP_EXPAND_ENV names: those of ``env`` that differ between workers. Both are filled in as by
-    `core.job.variables.fill`. Exits as `value_of`.
+    HPC_DDP_EXPAND_ENV names: those of ``env`` that differ between workers. ``$NAME`` and
+    ``${NAME}`` are replaced, as by `core.job.variables.fill`. Exit as `value_of`.
     """
     names = os.environ.get("HPC_DDP_EXPAND", "").split()
     if not names:
@@ -265,23 +273,26 @@ def fill(command: list[str]) -> list[str]:
     marks = re.compile(rf"\$(?:({names_pattern})(?![A-Za-z0-9_])|\{{({names_pattern})\}})")
 
     def fill_in(text: str) -> str:
+        """Return a text with the values of the variables."""
         return marks.sub(lambda match: value_of(match[1] or match[2]), text)
 
     for name in os.environ.get("HPC_DDP_EXPAND_ENV", "").split():
         os.environ[name] = fill_in(os.environ[name])
+    # By the argument ${NAME[@]}: NAME[@], and the variable in which the batch script has put the
+    # array's elements, with a separator (\x1f) before each.
     arrays = {f"${{{name}}}": (name, f"HPC_DDP_WORDS_{name[:-3]}") for name in names if "[" in name}
     words = command[:3]
-    for word in command[3:]:  # the elements of an array are behind a separator each
+    for word in command[3:]:
         elements = value_of(*arrays[word]).split("\x1f")[1:] if word in arrays else [fill_in(word)]
         words += elements
     return words
 
 
-def tracker_answer() -> dict[str, str]:
-    """Wait for the variables that the first node's supervisor looks up for trackers, and return
-    them by name; {} where the supervisor looks up nothing, or has not answered within `LOOKUP_S`,
-    which is printed. HPC_DDP_TRACKERS_FILE, the path of the file with the answer, is removed from
-    this process's environment."""
+def await_tracker_answer() -> dict[str, str]:
+    """Wait for the variables that the first supervisor looks up for trackers (`tracker_lookup`),
+    and return them by name; {} where nothing is looked up, or the supervisor has not answered
+    within `LOOKUP_S`, which is printed. HPC_DDP_TRACKERS_FILE, the path of the file with the
+    answer, is removed from this process's environment."""
     path = os.environ.pop("HPC_DDP_TRACKERS_FILE", "")
     if not path:
         return {}
@@ -293,7 +304,7 @@ def tracker_answer() -> dict[str, str]:
             with open(path) as file:
                 variables: dict[str, str] = json.load(file)
             return variables
-        except (OSError, ValueError):  # empty so far
+        except (OSError, ValueError):  # the file is empty until the answer
             time.sleep(0.1)
     os.write(2, b"hpc-ddp: no word of the first node about trackers: they start as they are\n")
     return {}
@@ -301,15 +312,15 @@ def tracker_answer() -> dict[str, str]:
 
 def set_trackers() -> None:
     """Set in this process's environment the variables by which trackers know their run, so that
-    only rank 0 writes the job's run. Waits for `tracker_answer`. Does nothing for a job without
-    HPC_DDP_TRACKERS.
+    only rank 0 writes the job's run. This waits as `await_tracker_answer`; it does nothing for a
+    job without HPC_DDP_TRACKERS.
 
     Other ranks that record something get runs of their own in W&B and Comet. In MLflow, whose ids
     come from a server, only rank 0 gets the id of a run.
     """
     if "HPC_DDP_TRACKERS" not in os.environ:
         return
-    variables, rank = tracker_answer(), os.environ["RANK"]
+    variables, rank = await_tracker_answer(), os.environ["RANK"]
     names = [*os.environ["HPC_DDP_TRACKERS"].split(), *variables]
     os.environ.update(variables, HPC_DDP_TRACKERS=" ".join(names))
     if rank == "0":
@@ -321,18 +332,18 @@ def set_trackers() -> None:
         del os.environ["MLFLOW_RUN_ID"]
 
 
-def prepare(command: list[str]) -> list[str]:
+def prepare_worker(command: list[str]) -> list[str]:
     """Prepare this process as a worker; return `command` (python, -u, the script and its arguments)
     with the arguments that a resume adds.
 
     The process gets its own log for stdout and stderr, a pid file, a worker's environment and the
-    user's umask, and dies with its parent. It may wait for `tracker_answer`. It exits with 1 if
-    torchrun's agent has died already. Raises OSError if the node's folder can't be used, or as
-    `compile_cache`; ValueError as `resume_args`; KeyError without the variables of torchrun or of
-    the supervisor.
+    user's umask, and dies with its parent. Pid files of ranks that the node no longer has are
+    removed. This may wait, as `await_tracker_answer`. It exits with 1 if torchrun's agent has died
+    already. Raise OSError if the node's folder can't be used, or as `make_compile_cache`;
+    ValueError as `resume_args`; KeyError without the variables of torchrun or of the supervisor.
     """
     die_with_parent()
-    # A worker of srun may have a wrapper as parent, and Slurm ends what a dead supervisor leaves.
+    # A worker of srun is not checked: a wrapper may be its parent, and Slurm ends it with the step.
     is_of_torchrun = "TORCHELASTIC_USE_AGENT_STORE" in os.environ
     if is_of_torchrun and os.getppid() != int(os.environ["HPC_DDP_AGENT_PID"]):
         sys.exit("hpc-ddp: what has started this worker has died")
@@ -344,10 +355,10 @@ def prepare(command: list[str]) -> list[str]:
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
-    forget_task()
-    identity = f"{os.getpid()} {os.environ.get('SLURM_JOB_ID', '')}"  # `training` looks at it
-    os.environ.pop("HPC_DDP_TRAINER", None)  # of a training that has called sbatch for this job
-    os.environ.update(as_task(), PYTHONPATH=python_path(), HPC_DDP_WORKER=identity)
+    forget_mpi_task()
+    identity = f"{os.getpid()} {os.environ.get('SLURM_JOB_ID', '')}"  # `training` reads it
+    os.environ.pop("HPC_DDP_TRAINER", None)  # inherited, if a training has called sbatch
+    os.environ.update(task_variables(), PYTHONPATH=python_path(), HPC_DDP_WORKER=identity)
     # A set of strings has one order on all ranks, and after a resume: a vocabulary, for one.
     os.environ.setdefault("PYTHONHASHSEED", "0")
     set_compile_cache()
@@ -359,21 +370,23 @@ def prepare(command: list[str]) -> list[str]:
 
 def main(command: list[str]) -> None:
     """Prepare this process, and replace it by `command` (python, -u, the script and its arguments),
-    run by the Python of this process: the command's may be a wrapper, which has done its work.
+    run by the Python of this process: the command's Python may be a wrapper, which has done its
+    work.
 
     If there are set-up lines, a bash runs them after the preparation, and then this file once more,
     with `READY` before the command. If the supervisor has given notice meanwhile, the process ends
-    by SIGTERM. Raises as `prepare`, and exits as `fill`; OSError also where there is no bash.
+    by SIGTERM. Raise as `prepare_worker`, and OSError where there is no bash; exit as
+    `fill_variables`.
     """
     if command[0] != READY:
-        command = prepare(command)
+        command = prepare_worker(command)
         if lines := os.environ.get("HPC_DDP_WORKER_SETUP"):
             words = [sys.executable, "-ISs", __file__, READY, *command]
-            os.execvp("bash", after_setup(lines, words))
-    command = fill(command[1:] if command[0] == READY else command)
+            os.execvp("bash", command_after_setup(lines, words))
+    command = fill_variables(command[1:] if command[0] == READY else command)
     for number in NOTICE_SIGNALS:  # a supervisor's child is started with them ignored
         signal.signal(number, signal.SIG_DFL)
-    if os.path.exists(os.environ.get("HPC_DDP_NOTICE", "")):  # its signal was ignored until now
+    if os.path.exists(os.environ.get("HPC_DDP_NOTICE", "")):  # the signal came while it was ignored
         os.kill(os.getpid(), signal.SIGTERM)
     os.execv(sys.executable, [sys.executable, *command[1:]])
 

@@ -552,7 +552,7 @@ def test_an_attempt_that_can_not_go_on_leaves_no_copy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[str] = []
-    monkeypatch.setattr("hpc_ddp.node.workers.staging.removal.call", calls.append)
+    monkeypatch.setattr("hpc_ddp.node.workers.staging.removal.run_stage_script", calls.append)
     monkeypatch.setattr(DryRun, "_train", lambda *words: raise_disk_full())
     run = _run(tmp_path, stage=True, preflight=False)
     local_run = _local(

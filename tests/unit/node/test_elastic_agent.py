@@ -26,7 +26,7 @@ from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node import elastic_agent as agent
 from hpc_ddp.node.net import elastic_rendezvous, fixed_rendezvous
 from hpc_ddp.node.net.place import Place
-from hpc_ddp.node.workers.worker import started_by
+from hpc_ddp.node.workers.worker import worker_command
 
 
 class LeftError(Exception):
@@ -168,13 +168,15 @@ def test_torchrun_is_started_as_changed(
     monkeypatch.setattr(agent, "count_rounds", lambda: changes.append("count"))
     for module in (elastic_rendezvous, fixed_rendezvous):
         name = module.__name__.rpartition(".")[2]
-        monkeypatch.setattr(module, "patch", lambda *place, n=name: changes.append((n, *place)))
+        monkeypatch.setattr(
+            module, "patch_torchrun", lambda *place, n=name: changes.append((n, *place))
+        )
     words = [*TORCHRUN, *options, "train.py", "--cost=$5"]
     run = RunFolder(tmp_path)
     run.claim_attempt({"nodes": ["n2", "n10"]}, lambda identity: False)
     place = Place.from_env({"HPC_DDP_RUN": str(run.path), **ATTEMPT})
     assert agent.launch(words, place) is None
-    script = started_by(sys.executable, ["train.py", "--cost=$$5"])
+    script = worker_command(sys.executable, ["train.py", "--cost=$$5"])
     assert starts[0] == [sys.executable, *script[1:]]
     secret = place.attempt.secret.read_bytes()
     place_of_node = () if is_elastic else (1,)

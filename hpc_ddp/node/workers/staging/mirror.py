@@ -1,4 +1,4 @@
-"""A tree that mirrors an environment: files that were opened, and links to all else.
+"""A tree that mirrors an environment: copies of files that were opened, and links to all else.
 
 A folder with an opened file is a folder of the tree. The other entries of that folder are links to
 the environment, so that a module, a data file or a library that was not opened is found, too.
@@ -20,10 +20,10 @@ from pathlib import Path
 from hpc_ddp.core.attempt_env import OPENED_FILES
 from hpc_ddp.core.file_io import list_names
 
-TREE = "@HPC_DDP_NEAR@"  # in place of the tree's path, which a node alone knows
+TREE = "@HPC_DDP_NEAR@"  # in place of the tree's path, which only a node knows
 SITES = ("site-packages", "dist-packages", "conda-meta")  # that an install changes
 IMPORTED = ("bin", "lib", "lib64", "pyvenv.cfg")  # what Python imports from, in its prefix
-USER_SITE = r"(?<=/\.local)/lib/python[\d.]+/site-packages$"  # behind its prefix
+USER_SITE = r"(?<=/\.local)/lib/python[\d.]+/site-packages$"  # the user's, behind its prefix
 MOST_DATA_BYTES = 64 << 20  # of a file that is no library
 
 
@@ -60,19 +60,20 @@ class Mirror:
         self._places = (*sites, *(f"{top}{name}/" for top in self._tops for name in IMPORTED))
 
     def add(self, path: str) -> None:
-        """Add a path that a process has opened or listed: a file to `files`, and its folder to
-        `folders`, also where there is no such file; a folder to `folders`. With compiled Python
-        (``.pyc``) its source is added, too. Paths from which Python does not import are left out,
-        and so are large data files, and files that the job writes. An OSError is passed over."""
+        """Add a path that a process has opened or listed: a folder to `folders`; a file to `files`,
+        and its folder to `folders`, also where the file does not exist. With compiled Python
+        (``.pyc``) its source is added, too. Left out are paths from which Python does not import,
+        large data files, files that the job writes and files that can't be read; an OSError is
+        passed over."""
         parent = os.path.realpath(os.path.dirname(path))
         real = os.path.realpath(path)
-        # The environment of some installers is of links to a store.
+        # Some installers make an environment of links to a store outside: then the link counts.
         place = real if self.has(real) else os.path.join(parent, os.path.basename(path))
         if not self.has(place) or not place.isprintable():
             return
         with suppress(OSError):
-            if os.path.isdir(place):
-                return None if os.path.islink(place) else self._add_folder(place)  # code in work
+            if os.path.isdir(place):  # a link may lead to code that the user edits
+                return None if os.path.islink(place) else self._add_folder(place)
             if os.path.isfile(place) and real not in self.written and os.access(place, os.R_OK):
                 status = os.stat(place)
                 if status.st_size <= MOST_DATA_BYTES or re.search(r"\.so(\.|$)", place):
@@ -80,16 +81,17 @@ class Mirror:
             for folder in filter(os.path.isdir, (parent, os.path.dirname(place))):
                 self._add_folder(folder)
         if place.endswith(".pyc") and os.path.basename(parent) == "__pycache__":
-            with suppress(ValueError):  # its time is compared
+            with suppress(ValueError):  # Python compares the source's time with the compiled file
                 self.add(source_from_cache(place))
 
     def leave_out(self, written: set[str]) -> None:
-        """Take paths out of `files` that the job writes, as `add` does from now on."""
+        """Remove the paths `written`, which the job writes, from `files`; `add` leaves them out
+        from now on."""
         self.written |= {*written, *map(os.path.realpath, written)}
         self.files = {path: pair for path, pair in self.files.items() if path not in self.written}
 
     def has(self, path: str) -> bool:
-        """Return whether a path is among those of the environment from which Python imports. Data,
+        """Return whether a path lies in a place of the environment from which Python imports. Data,
         and code that the user edits, may lie elsewhere."""
         return f"{path}/".startswith(self._places)
 
@@ -103,21 +105,21 @@ class Mirror:
     def add_searched(self) -> None:
         """Add to `folders` the subfolders in which Python only looks for an ``__init__``: packages
         in site-packages, for which a program may search, and subfolders that have the name of a
-        module beside them. Raises OSError for a folder that can't be listed."""
+        module beside them. Raise OSError for a folder that can't be listed."""
         for folder in sorted(filter(self.has, self.folders)):
             is_site = os.path.basename(folder) in SITES
             with os.scandir(folder) as entries:
-                kinds = {entry.name: entry.is_dir(follow_symlinks=False) for entry in entries}
-            modules = {name.partition(".")[0] for name, is_folder in kinds.items() if not is_folder}
-            for path in (os.path.join(folder, name) for name, is_dir in kinds.items() if is_dir):
+                is_folder = {entry.name: entry.is_dir(follow_symlinks=False) for entry in entries}
+            modules = {name.partition(".")[0] for name in is_folder if not is_folder[name]}
+            for path in (os.path.join(folder, name) for name in is_folder if is_folder[name]):
                 is_package = is_site and os.path.exists(os.path.join(path, "__init__.py"))
                 if is_package or os.path.basename(path) in modules:
                     self.folders.add(path)
 
     def stamps(self) -> dict[str, int]:
-        """Return the times of change, in unix seconds by path, by which a start sees that the
+        """Return the times of change, in unix seconds by path, by which a start sees whether the
         environment has changed: of the Pythons, of ``pyvenv.cfg``, and of the folders that an
-        install changes. Raises OSError where one of these is gone."""
+        install changes; sorted by path. Raise OSError where one of these is gone."""
         paths = [path for path in self.folders if os.path.basename(path) in SITES]
         paths += [path for path in self.files if path.endswith("/pyvenv.cfg")]
         paths += [path for path in self.files if re.search(r"/bin/python[\d.]*$", path)]
@@ -125,17 +127,17 @@ class Mirror:
         paths += [path for path in metadata if os.path.isdir(path)]
         return {path: int(os.stat(path).st_mtime) for path in sorted({*paths})}
 
-    def turnable(self) -> list[str]:
-        """Return lines of the label for the roots that lie behind a link: ``spelled PATH`` for
-        each, as Python spells it, then ``real PATH`` for each in the same order. A start compares
-        them, since a link may later lead to another environment."""
+    def root_lines(self) -> list[str]:
+        """Return lines of the label for the roots that lie behind a link: ``spelled PATH`` for each
+        root, as Python spells it, then ``real PATH`` for each root in the same order. A start
+        compares them, since a link may later lead to another environment."""
         roots = [root for root in sorted(self.roots) if os.path.realpath(root) != root]
         spelled = [f"spelled {root}" for root in roots]
         return spelled + [f"real {os.path.realpath(root)}" for root in roots]
 
-    def programs(self) -> list[str]:
-        """Return lines of the label for the folders of the tree that have `pythons`, ``programs
-        PATH``, as Python spells them and their real paths, behind a line without a path. A start
+    def program_lines(self) -> list[str]:
+        """Return lines of the label: ``programs`` alone, then ``programs PATH`` for each folder of
+        the tree that has one of `pythons`, as Python spells it, and for its real path. A start
         looks for its Python there before it reads the parcel."""
         spelled = {os.path.dirname(python) for python in self.pythons}
         folders = {path for path in spelled if os.path.realpath(path) in self.folders}
@@ -143,10 +145,10 @@ class Mirror:
         return ["programs", *(f"programs {path}" for path in sorted(folders))]
 
     def links(self) -> Iterator[tuple[str, str]]:
-        """Yield path and target of all links of the tree: the entries of `folders` that are not
-        copied, and the roots as Python spells them. A link of the environment between folders of
-        the tree stays relative, inside the tree. Raises OSError for a folder that can't be
-        listed."""
+        """Yield path and target of all links of the tree: of the entries of `folders` that are not
+        copied, and of the roots that Python spells by way of links. Links between folders of the
+        tree, and those of roots, have a relative target, inside the tree; other targets are
+        absolute. Raise OSError for a folder that can't be listed."""
         for folder in sorted(self.folders):
             with os.scandir(folder) as entries:
                 for entry in entries:
@@ -156,7 +158,8 @@ class Mirror:
                     if entry.is_symlink():
                         text = os.path.join(folder, os.readlink(entry.path))
                         target = os.path.normpath(text)
-                        if os.path.realpath(target) != os.path.realpath(text):  # .. behind a link
+                        # normpath is wrong for a .. behind a link.
+                        if os.path.realpath(target) != os.path.realpath(text):
                             target = os.path.realpath(text)
                     is_inside = entry.is_symlink() and os.path.dirname(target) in self.folders
                     yield entry.path, os.path.relpath(target, folder) if is_inside else target
@@ -166,66 +169,68 @@ class Mirror:
             if real != root and not is_inner and os.path.dirname(root) not in self.folders:
                 yield root, os.path.relpath(real, os.path.dirname(root))
 
-    def rewritten(self) -> dict[str, bytes]:
+    def rewritten_texts(self) -> dict[str, bytes]:
         """Return new texts, by path, for the ``pyvenv.cfg`` and ``.pth`` files that name folders of
-        the environment: in the new texts the paths lead into the tree. Raises OSError for a file
-        that can't be read."""
+        the tree: in the new texts `TREE` stands before these paths. Raise OSError for a file that
+        can't be read."""
         texts = {}
         for path in self.files:
             if path.endswith(("/pyvenv.cfg", ".pth")):
                 text = Path(path).read_text(errors="surrogateescape")
-                new = re.sub(r"(?m)^(home\s*=\s*|)(/.*)$", self._turn, text)
+                # A line of pyvenv.cfg is ``home = PATH``, a line of a .pth file a path.
+                new = re.sub(r"(?m)^(home\s*=\s*|)(/.*)$", self._turn_into_tree, text)
                 if new != text:
                     texts[path] = new.encode(errors="surrogateescape")
         return texts
 
-    def _turn(self, line: re.Match[str]) -> str:
-        """Return a line of such a file, with `TREE` before its path if the path is a folder of the
-        tree."""
+    def _turn_into_tree(self, line: re.Match[str]) -> str:
+        """Return a `line` of `rewritten_texts` (group 2 is its path), with `TREE` before the path
+        if that is a folder of the tree."""
         path = os.path.realpath(line[2].strip())
         is_inside = self.has(path) and path in self.folders
         return f"{line[1]}{TREE if is_inside else ''}{line[2]}"
 
     def pack(self, draft: Path) -> list[str]:
-        """Write the tree to `draft` as an uncompressed tar: folders, then links, then files. Return
-        the paths of the files that have new texts. A file that has changed since `add` becomes a
-        link, and is removed from `files`. Raises OSError where a file can't be read, or `draft`
-        can't be written."""
-        new_texts = self.rewritten()
+        """Write the tree to the file `draft` as an uncompressed tar: folders, then links, then
+        files. Return the sorted paths of the files that have new texts. A file that has changed
+        since `add` becomes a link, and is removed from `files`. Raise OSError where a file can't be
+        read, or `draft` can't be written."""
+        new_texts = self.rewritten_texts()
         with tarfile.open(draft, "w", format=tarfile.GNU_FORMAT) as tar:
             for folder in sorted(self.folders):
                 tar.addfile(_entry(folder, tarfile.DIRTYPE, 0o700))
             for path, target in self.links():
                 tar.addfile(_entry(path, tarfile.SYMTYPE, 0o777, target))
-            for path, packed in sorted(self.files.items()):
-                if not _add_file(tar, path, packed, new_texts.get(path)):
+            for path, size_and_time in sorted(self.files.items()):
+                if not _add_file(tar, path, size_and_time, new_texts.get(path)):
                     del self.files[path]
                     tar.addfile(_entry(path, tarfile.SYMTYPE, 0o777, path))
         return sorted(new_texts.keys() & self.files.keys())
 
     def libraries(self) -> list[str]:
-        """Return the paths of Python's own shared library among `files`: some Pythons look for it
-        where they were installed, and not beside themselves."""
+        """Return the paths of Python's own shared libraries (``libpython…so``) among `files`: some
+        Pythons look for theirs where they were installed, and not beside themselves."""
         return [path for path in self.files if re.search(r"/libpython[^/]*\.so[^/]*$", path)]
 
 
 def _entry(path: str, kind: bytes, mode: int, target: str = "") -> tarfile.TarInfo:
-    """Return the header of a member of the tar, for a path of the environment."""
+    """Return the header of the tar's member for a path of the environment, with tarfile's `kind`
+    and, for a link, its `target`."""
     entry = tarfile.TarInfo(path.lstrip("/"))
     entry.type, entry.mode, entry.linkname = kind, mode, target
     return entry
 
 
 def _add_file(
-    tar: tarfile.TarFile, path: str, packed: tuple[int, int], new_text: bytes | None
+    tar: tarfile.TarFile, path: str, size_and_time: tuple[int, int], new_text: bytes | None
 ) -> bool:
     """Add a file to the tar, with `new_text` as its content if that is not None, and with its own
-    time, since Python compares the time of a source with its compiled file. Return False, and add
-    nothing, where the size or the time has changed from `packed`. Raises OSError where the file
-    can't be read."""
+    time, since Python compares the time of a source with its compiled file; return True. Return
+    False, and add nothing, where the file's size or time (in ns) is no longer `size_and_time`.
+    Raise OSError where the file can't be read."""
     with open(path, "rb") as file:
         status = os.fstat(file.fileno())
-        if (status.st_size, status.st_mtime_ns) != packed:
+        if (status.st_size, status.st_mtime_ns) != size_and_time:
             return False
         entry = _entry(path, tarfile.REGTYPE, status.st_mode & 0o755)
         entry.mtime = int(status.st_mtime)
@@ -234,10 +239,10 @@ def _add_file(
     return True
 
 
-def written_in(tree: Path, packed: Iterable[str]) -> set[str]:
-    """Return those of the paths `packed` whose copy in `tree` the job has written. The tree's mark
-    is younger than all that was unpacked; compiled code is Python's own affair. Empty without
-    a mark."""
+def find_written(tree: Path, packed: Iterable[str]) -> set[str]:
+    """Return those of the paths `packed` whose copy in `tree` the job has written: they are younger
+    than the tree's mark (``.complete``), which is younger than all that was unpacked. Compiled
+    files, which Python itself writes, don't count. The set is empty without a mark."""
     written = set()
     with suppress(OSError):
         began = tree.with_name(f"{tree.name}.complete").stat().st_mtime_ns
@@ -245,21 +250,23 @@ def written_in(tree: Path, packed: Iterable[str]) -> set[str]:
             with suppress(FileNotFoundError):
                 status = os.lstat(f"{tree}{path}")
                 is_new = stat.S_ISREG(status.st_mode) and status.st_mtime_ns > began
-                written |= {path} if is_new and not path.endswith(".pyc") else set()
+                if is_new and not path.endswith(".pyc"):
+                    written.add(path)
     return written
 
 
 def mapped_files(record: Path) -> set[str]:
-    """Return the paths of the files that are mapped by processes that note to `record` (by their
-    environment): above all libraries, also those that the system's loader has opened."""
+    """Return the paths of the files that are mapped by processes whose environment has them note to
+    the file `record`: mostly libraries, also those that the system's loader has opened. Raise
+    OSError where /proc can't be listed."""
     paths, mark = set(), f"{OPENED_FILES}={record}".encode()
     for pid in filter(str.isdigit, os.listdir("/proc")):
         with suppress(OSError):
             if mark not in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
                 continue
             lines = Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines()
-            fields = (line.split(None, 5) for line in lines)
-            paths |= {parts[5] for parts in fields if len(parts) == 6 and parts[5][0] == "/"}
+            rows = (line.split(None, 5) for line in lines)  # the sixth field, if any, is the path
+            paths |= {row[5] for row in rows if len(row) == 6 and row[5][0] == "/"}
     return paths
 
 
@@ -290,9 +297,9 @@ def mirror_of(record: Path, lines: Iterable[str]) -> Mirror:
 
 
 def _paths_by_kind(lines: Iterable[str], in_tree: re.Pattern[str]) -> dict[str, set[str]]:
-    """Return the paths in lines of a record, by the word before them: ``root``, ``python`` or
-    ``written``, '' for the path of a file or folder alone. `in_tree` matches the beginning of a
-    path in a tree, which is left out."""
+    """Return the paths in the `lines` of a record, by the word before them: ``root``, ``python`` or
+    ``written``, '' for a path without a word. `in_tree` matches the beginning of a path that lies
+    in a tree; this beginning is left out of the path."""
     paths: dict[str, set[str]] = {"root": set(), "python": set(), "written": set(), "": set()}
     for line in lines:
         kind, _, path = ("", "", line) if line.startswith("/") else line.partition(" ")

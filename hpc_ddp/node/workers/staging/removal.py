@@ -1,4 +1,4 @@
-"""Removes what ``--stage`` has made on a node: the tree, at an attempt's end."""
+"""Removes the tree that ``--stage`` has made on a node, at an attempt's end."""
 
 from __future__ import annotations
 
@@ -21,36 +21,37 @@ REMOVE_S = 20.0  # a disk under load takes some seconds to remove a tree
 def leave_tree(is_hurried: bool) -> None:
     """End this node's keeper, and remove the job's tree from this node; the supervisor calls this
     at its end. With `is_hurried`, after a notice, a tree on a disk is only hidden. The tree stays
-    where another task uses it, or another start of the attempt follows. Errors of a disk, and
-    missing variables, are passed over."""
+    where another task uses it, or another start of the attempt follows. Without ``--stage``, whose
+    variables are then missing, do nothing. Errors of a disk are passed over."""
     with suppress(KeyError, OSError):
         folder = Path(os.environ[OPENED_FILES]).parent
         is_locked = os.path.samestat(os.fstat(LOCK), folder.stat())
-        _end_child(int(os.environ["HPC_DDP_KEEPER"]))
+        _kill_child(int(os.environ["HPC_DDP_KEEPER"]))
         attempt = AttemptEnv.from_env(os.environ).attempt_folder
         if is_locked and not attempt.port_taken.exists():
             os.close(LOCK)
-            call("hide" if is_hurried else "remove")
+            run_stage_script("hide" if is_hurried else "remove")
 
 
-def _end_child(pid: int) -> None:
+def _kill_child(pid: int) -> None:
     """Kill the child process `pid` and wait for its end, `END_S` at most: a process that waits for
     a disk lives on."""
     give_up = time.monotonic() + END_S
-    with suppress(ChildProcessError):  # it has ended, and the shell before this Python knew
+    with suppress(ChildProcessError):  # it has ended, and this process was told when it was a shell
         while os.waitpid(pid, os.WNOHANG)[0] == 0 and time.monotonic() < give_up:
             os.kill(pid, signal.SIGKILL)
             time.sleep(0.01)
 
 
-def call(action: str) -> None:
-    """Run `STAGE_SH` with `action`: ``remove``, ``hide`` or ``clean``. Waits for its end; kills it
-    after `REMOVE_S`. No error is raised."""
+def run_stage_script(action: str) -> None:
+    """Run `STAGE_SH` with `action`: ``remove``, ``hide`` or ``clean``. Wait for its end; kill it,
+    with its children, after `REMOVE_S`. Its exit code does not count, and nothing is raised where
+    it can't be started."""
     with suppress(OSError, subprocess.TimeoutExpired):
         shell = subprocess.Popen([*STAGE_SH, action], start_new_session=True)
         try:
             shell.wait(REMOVE_S)
         finally:
-            if shell.poll() is None:  # its `rm` holds the lock as well, and so a later one up
+            if shell.poll() is None:  # its `rm`, too: with the lock it would hold up a later call
                 os.killpg(shell.pid, signal.SIGKILL)
                 shell.wait()

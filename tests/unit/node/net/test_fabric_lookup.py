@@ -9,7 +9,7 @@ import pytest
 from hpc_ddp.node.net.fabric_lookup import (
     VERBS,
     Interconnect,
-    _can_load,
+    _try_to_load,
     fabric_variables,
     find_fabric,
 )
@@ -117,8 +117,8 @@ def test_this_machines_fabric_is_recognised() -> None:
 
 
 def test_a_library_is_tried_for_real() -> None:
-    assert _can_load("libc.so.6")
-    assert _can_load("libno-such-library.so") is False
+    assert _try_to_load("libc.so.6")
+    assert _try_to_load("libno-such-library.so") is False
 
 
 # --- what is set ---------------------------------------------------------------------------

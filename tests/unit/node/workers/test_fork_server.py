@@ -19,9 +19,9 @@ from hpc_ddp.node.workers import device_check, fork_server
 from hpc_ddp.node.workers.device_check import Trial
 from hpc_ddp.node.workers.fork_server import ForkedProcess, ForkServer, _Server
 from hpc_ddp.node.workers.script_imports import OrderError, UnfitError
-from hpc_ddp.node.workers.worker import started_by
+from hpc_ddp.node.workers.worker import worker_command
 
-COMMAND = started_by(sys.executable, ["train.py"])
+COMMAND = worker_command(sys.executable, ["train.py"])
 
 
 def _server(**environ: str) -> _Server:
@@ -80,22 +80,24 @@ def test_a_forked_process_is_waited_for_as_a_popen() -> None:
 
 
 def test_a_trial_that_fails_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_check, "_works", lambda: False)
-    assert Trial().failure() == "a fork can't use the accelerator: it ended with 1"
-    monkeypatch.setattr(device_check, "_works", lambda: os.kill(os.getpid(), signal.SIGKILL))
-    assert Trial().failure() == "a fork can't use the accelerator: it ended with -9"
-    monkeypatch.setattr(device_check, "_works", lambda: time.sleep(60))
+    monkeypatch.setattr(device_check, "_try_accelerator", lambda: False)
+    assert Trial().await_failure() == "a fork can't use the accelerator: it ended with 1"
+    monkeypatch.setattr(
+        device_check, "_try_accelerator", lambda: os.kill(os.getpid(), signal.SIGKILL)
+    )
+    assert Trial().await_failure() == "a fork can't use the accelerator: it ended with -9"
+    monkeypatch.setattr(device_check, "_try_accelerator", lambda: time.sleep(60))
     monkeypatch.setattr(device_check, "TRIAL_S", 0.1)
     trial = Trial()
-    assert "no end within" in trial.failure()
+    assert "no end within" in trial.await_failure()
     with pytest.raises(ProcessLookupError):
         os.kill(trial.pid, 0)
 
 
 def test_a_trial_without_an_accelerator_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_check, "_works", lambda: True)
+    monkeypatch.setattr(device_check, "_try_accelerator", lambda: True)
     trial = Trial()
-    assert (trial.failure(), trial.failure()) == ("", "")
+    assert (trial.await_failure(), trial.await_failure()) == ("", "")
 
 
 @pytest.mark.parametrize(
@@ -116,7 +118,7 @@ def test_a_package_that_has_to_come_before_torch_is_a_reason(
             raise error
 
     monkeypatch.setattr(fork_server, "import_ahead", fail)
-    monkeypatch.setattr(device_check, "_works", lambda: True)
+    monkeypatch.setattr(device_check, "_try_accelerator", lambda: True)
     server = _server()
     server.output = process.memory_file("imports")
     names = ["before", "torch", "torch.nn", "behind"]
@@ -141,9 +143,9 @@ def test_a_fork_that_fails_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
         return fork() if count == 1 else fail()
 
     monkeypatch.setattr(os, "fork", fail)
-    assert _server()._fork() == "a fork has failed: no process is left"
+    assert _server()._fork_worker() == "a fork has failed: no process is left"
     monkeypatch.setattr(os, "fork", fail_in_the_child)
-    assert _server()._fork() == "a fork has failed"
+    assert _server()._fork_worker() == "a fork has failed"
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) <= before
 
@@ -163,7 +165,7 @@ def test_an_agent_with_threads_is_not_forked(capfd: pytest.CaptureFixture[str]) 
     event = threading.Event()
     thread = threading.Thread(target=event.wait, name="a site's")
     thread.start()
-    assert fork_server.start(["train.py"]) is None
+    assert fork_server.start_server(["train.py"]) is None
     event.set()
     thread.join()
     assert "torchrun's agent has threads, such as a site's\n" in capfd.readouterr().err

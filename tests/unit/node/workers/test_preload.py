@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from hpc_ddp.node.workers import preload
-from hpc_ddp.node.workers.preload import forget_rank, kept_cpus, paused_collector
+from hpc_ddp.node.workers.preload import forget_rank, keep_cpus, pause_collector
 from hpc_ddp.node.workers.script_imports import OrderError, UnfitError
 
 REPO = Path(__file__).parents[4]
@@ -136,12 +136,12 @@ def test_a_package_may_ask_for_gpus(tmp_path: Path) -> None:
 def test_a_package_may_choose_how_the_collector_works() -> None:
     thresholds = gc.get_threshold()
     try:
-        with paused_collector():
+        with pause_collector():
             assert not gc.get_threshold()[0]
             gc.disable()
         assert (gc.isenabled(), gc.get_threshold()) == (False, thresholds)
         gc.enable()
-        with paused_collector():
+        with pause_collector():
             gc.set_threshold(9, 8, 7)
         assert (gc.isenabled(), gc.get_threshold()) == (True, (9, 8, 7))
     finally:
@@ -181,6 +181,6 @@ def test_only_variables_of_torchs_have_to_come_before_it(
 
 def test_a_package_that_binds_its_thread_binds_no_worker() -> None:
     cpus = os.sched_getaffinity(0)
-    with kept_cpus():
+    with keep_cpus():
         os.sched_setaffinity(0, {min(cpus)})
     assert os.sched_getaffinity(0) == cpus

@@ -6,7 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from hpc_ddp.node.workers.script_imports import UnfitError, hidden_by, imports_of, is_installed
+from hpc_ddp.node.workers.script_imports import (
+    UnfitError,
+    find_hiding_file,
+    imports_of,
+    is_installed,
+)
 
 
 def _script(folder: Path, text: str, **others: str) -> list[str]:
@@ -61,10 +66,10 @@ def test_modules_of_its_own_are_read_and_not_imported(tmp_path: Path) -> None:
 def test_a_plain_folder_hides_no_package_and_a_package_of_its_own_does(tmp_path: Path) -> None:
     (tmp_path / "numpy").mkdir()
     assert _script(tmp_path, "import numpy\n") == ["numpy"]
-    assert hidden_by([tmp_path], ["numpy.random", "os"]) is None
+    assert find_hiding_file([tmp_path], ["numpy.random", "os"]) is None
     (tmp_path / "numpy" / "__init__.py").touch()
     assert _script(tmp_path, "import numpy\n") == []
-    assert hidden_by([tmp_path], ["numpy.random", "os"]) == tmp_path / "numpy"
+    assert find_hiding_file([tmp_path], ["numpy.random", "os"]) == tmp_path / "numpy"
 
 
 @pytest.mark.parametrize(
@@ -81,7 +86,7 @@ def test_a_plain_folder_hides_no_package_and_a_package_of_its_own_does(tmp_path:
 def test_a_file_hides_a_module(tmp_path: Path, name: str, is_hidden: bool) -> None:
     (tmp_path / name).touch()
     loaded = ["queue", "__main__", "torch.nn"]
-    assert hidden_by([tmp_path / "none", tmp_path], loaded) == (
+    assert find_hiding_file([tmp_path / "none", tmp_path], loaded) == (
         tmp_path / name if is_hidden else None
     )
 
@@ -94,8 +99,8 @@ def test_our_package_comes_from_the_library_unless_it_is_beside_the_script(tmp_p
     script = jobs / "train.py"
     script.write_text("from hpc_ddp.training import start\n")
     assert imports_of(script, [jobs, code]) == ["hpc_ddp.training", "hpc_ddp.training.start"]
-    assert hidden_by([jobs, code], ["hpc_ddp"]) is None
-    assert hidden_by([code, jobs], ["hpc_ddp"]) == code / "hpc_ddp"
+    assert find_hiding_file([jobs, code], ["hpc_ddp"]) is None
+    assert find_hiding_file([code, jobs], ["hpc_ddp"]) == code / "hpc_ddp"
     beside = code / "train.py"
     beside.write_text("import hpc_ddp\nimport numpy\n")
     with pytest.raises(UnfitError, match=r"__init__\.py, line 2, changes HF_HOME"):

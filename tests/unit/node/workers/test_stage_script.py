@@ -230,7 +230,7 @@ def test_leftovers_are_removed_whatever_they_are(
         os.utime(top / name, (1e9, 1e9))
     descriptor = os.open(top / "locked", os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_SH)
-    removal.call("clean")
+    removal.run_stage_script("clean")
     os.close(descriptor)
     assert sorted(path.name for path in top.iterdir()) == ["locked", "young"]
 
@@ -397,9 +397,9 @@ def test_a_removal_that_was_cut_short_is_made_up_for(
     with monkeypatch.context() as patch:
         patch.setenv("PATH", f"{bin_}:{os.environ['PATH']}")
         patch.setattr(removal, "REMOVE_S", 2.0)
-        removal.call("remove")
+        removal.run_stage_script("remove")
     assert [*packed.near.iterdir()] != []
-    removal.call("remove")
+    removal.run_stage_script("remove")
     assert [*packed.near.iterdir()] == []
 
 
@@ -423,7 +423,7 @@ def test_a_keeper_that_waits_for_a_disk_holds_no_supervisor_up(
     monkeypatch.setattr(removal, "END_S", 0.1)
     with monkeypatch.context() as patch:
         patch.setattr(os, "kill", lambda pid, number: None)
-        removal._end_child(child.pid)
+        removal._kill_child(child.pid)
     assert child.poll() is None
-    removal._end_child(child.pid)
+    removal._kill_child(child.pid)
     assert child.wait(timeout=10) == 0  # another one has reaped it

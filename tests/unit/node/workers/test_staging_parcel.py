@@ -197,7 +197,7 @@ def test_a_keeper_gives_up_where_the_disk_is_full(
 
     monkeypatch.setattr(Mirror, "pack", fill)
     monkeypatch.setattr("time.sleep", fail)
-    keeper.keep(stage.parcel, stage.run / "unstaged")
+    keeper.keep_parcel(stage.parcel, stage.run / "unstaged")
     (line,) = capfd.readouterr().err.splitlines()
     assert "quota" in line
     assert not _drafts(stage)
@@ -215,7 +215,7 @@ def test_a_keeper_packs_no_more_once_its_parcel_was_in_the_way(
         (stage.run / "unstaged").touch()
 
     monkeypatch.setattr("time.sleep", make_room)
-    keeper.keep(stage.parcel, stage.run / "unstaged")
+    keeper.keep_parcel(stage.parcel, stage.run / "unstaged")
     assert not stage.parcel.parcel.exists()
 
 
@@ -225,7 +225,7 @@ def test_a_keeper_ends_in_silence_with_its_attempt(
     monkeypatch.setattr(Mirror, "pack", lambda mirror, draft: os.listdir(stage.top / "gone"))
     parcel = Keeper(stage.parcel.parcel, stage.top / "gone" / "record")
     parcel.lines.add(FIRST_STEP)
-    keeper.keep(parcel, stage.run / "unstaged")
+    keeper.keep_parcel(parcel, stage.run / "unstaged")
     assert capfd.readouterr().err == ""
 
 
@@ -330,13 +330,13 @@ def test_a_file_that_changes_while_it_is_packed_becomes_a_link(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     table = stage.site / "pkg" / "text"
-    rewritten = Mirror.rewritten
+    rewritten = Mirror.rewritten_texts
 
     def change(mirror: Mirror) -> dict[str, bytes]:
         table.write_text(table.read_text() + "more")
         return rewritten(mirror)
 
-    monkeypatch.setattr(Mirror, "rewritten", change)
+    monkeypatch.setattr(Mirror, "rewritten_texts", change)
     pack(stage, f"import pkg; open({str(table)!r}).close()")
     assert str(table) in names(stage, tarfile.TarInfo.issym)
     edit(table)
@@ -509,10 +509,10 @@ def test_only_the_first_node_of_an_mpi_packs(
 ) -> None:
     """There SLURM_NODEID is of another step."""
     calls: list[Keeper] = []
-    monkeypatch.setattr(keeper, "keep", calls.append)
+    monkeypatch.setattr(keeper, "keep_parcel", calls.append)
     monkeypatch.setattr(keeper, "die_with_parent", lambda: None)
     monkeypatch.setattr(signal, "signal", lambda *words: None)
-    monkeypatch.setattr(keeper, "call", lambda action: None)
+    monkeypatch.setattr(keeper, "run_stage_script", lambda action: None)
     for name, text in {
         "HPC_DDP_OPENED_FILES": str(stage.parcel.record),
         "HPC_DDP_STEP_LAUNCHER": "mpirun",

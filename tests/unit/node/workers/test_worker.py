@@ -42,7 +42,7 @@ def start(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[bytes]]:
         env |= {"RANK": str(rank), "LOCAL_RANK": str(local), "PATH": os.environ["PATH"]}
         env |= {"HPC_DDP_RUN": "/r", "HPC_DDP_NODE_FOLDER": str(tmp_path)}
         env |= {"HPC_DDP_AGENT_PID": str(os.getpid()), "SLURM_PROCID": "1", **environ}
-        argv = worker.started_by(sys.executable, ["-c", look])
+        argv = worker.worker_command(sys.executable, ["-c", look])
         return subprocess.run(
             [*wrapper, *argv], env=env, capture_output=True, preexec_fn=ignore_notices
         )
@@ -152,7 +152,7 @@ def test_the_compilers_cache_is_this_users_alone(
         taken.mkdir()
         taken.chmod(mode)
     expected = {"tmp": taken, "run": folders["run"] / "compile-cache"}[where]
-    assert worker.compile_cache() == worker.compile_cache() == str(expected)
+    assert worker.make_compile_cache() == worker.make_compile_cache() == str(expected)
     assert expected.stat().st_mode & 0o777 == 0o700
 
 
@@ -167,7 +167,7 @@ def test_the_compilers_cache_is_in_no_folder_of_another_user(
     if os.geteuid():
         skip_or_fail("only root can give a folder to another user")
     os.chown(tmp_path / "tmp", STRANGER, -1)
-    assert worker.compile_cache() == str(tmp_path / "compile-cache")
+    assert worker.make_compile_cache() == str(tmp_path / "compile-cache")
 
 
 def test_without_a_tmpdir_the_compilers_cache_is_in_the_run(
@@ -175,10 +175,10 @@ def test_without_a_tmpdir_the_compilers_cache_is_in_the_run(
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path / "none"))
     monkeypatch.setenv("HPC_DDP_RUN", str(tmp_path))
-    assert worker.compile_cache() == str(tmp_path / "compile-cache")
+    assert worker.make_compile_cache() == str(tmp_path / "compile-cache")
     (tmp_path / "compile-cache").chmod(0o777)
     with pytest.raises(PermissionError, match="is not this user's alone"):
-        worker.compile_cache()
+        worker.make_compile_cache()
 
 
 def test_sets_have_one_order_in_all_workers(
@@ -268,7 +268,9 @@ def _is_over(pid: int) -> bool:
 
 def test_a_worker_prints_into_its_log_and_ends_with_its_agent(tmp_path: Path) -> None:
     code = "import sys, time; print('out'); print('error', file=sys.stderr); time.sleep(900)"
-    words = " ".join(shlex.quote(word) for word in worker.started_by(sys.executable, ["-c", code]))
+    words = " ".join(
+        shlex.quote(word) for word in worker.worker_command(sys.executable, ["-c", code])
+    )
     names = {"RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0"}
     names |= {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     names |= {"HPC_DDP_RUN": "/r", "HPC_DDP_NODE_FOLDER": str(tmp_path)}
@@ -292,7 +294,7 @@ def test_task_counts_have_slurms_form(
         values[name] = "1"
     for name, value in values.items():
         monkeypatch.setenv(name, value)
-    variables = worker.as_task()
+    variables = worker.task_variables()
     assert variables["SLURM_TASKS_PER_NODE"] == variables["SLURM_STEP_TASKS_PER_NODE"] == by_node
     assert {variables[f"SLURM_{name}"] for name in ("NTASKS", "NPROCS", "STEP_NUM_TASKS")} == {
         world
@@ -346,8 +348,8 @@ def test_an_answer_about_trackers_is_waited_for_and_not_for_ever(
     answer = tmp_path / "trackers"
     answer.touch()
     monkeypatch.setenv("HPC_DDP_TRACKERS_FILE", str(answer))
-    assert worker.tracker_answer() == {}
+    assert worker.await_tracker_answer() == {}
     assert sum(clock.slept) >= worker.LOOKUP_S
     assert "no word of the first node about trackers" in capfd.readouterr().err
-    assert worker.tracker_answer() == {}  # nobody looks
+    assert worker.await_tracker_answer() == {}  # nobody looks
     assert capfd.readouterr().err == ""

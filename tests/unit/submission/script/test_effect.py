@@ -134,7 +134,7 @@ def test_no_variable_of_ours_overrides_the_users_without_a_word(
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.setenv(name, "1")
     attempt = RunFolder(tmp_path).attempt(0)
-    names = {*worker.as_task(), *child_process._variables(place_of(attempt), 0, 6)}
+    names = {*worker.task_variables(), *child_process._variables(place_of(attempt), 0, 6)}
     names |= {variable(item.name) for item in fields(AttemptEnv)}
     names |= {prefix + "RANK" * prefix.endswith("_") for prefix in worker.OF_AN_MPI_TASK}
     text = _rendering(step_launcher="mpirun").block("settings")

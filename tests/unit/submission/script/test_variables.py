@@ -104,7 +104,7 @@ def _worker(
     of_rank = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
     of_rank |= {"GROUP_RANK": "1", "HPC_DDP_NODE_FOLDER": str(folder), "HPC_DDP_RUN": str(folder)}
     env = {name: value for name, _, value in pairs} | of_rank | {"DIR": VALUES["DIR"]}
-    command = worker.started_by(sys.executable, [str(show), *args])
+    command = worker.worker_command(sys.executable, [str(show), *args])
     done = subprocess.run(command, env=env, capture_output=True)
     assert done.returncode == 0, (folder / "rank-3.log").read_text()
     seen = json.loads((folder / "seen").read_text())
@@ -174,7 +174,7 @@ def test_a_worker_says_which_variable_is_not_set(tmp_path: Path) -> None:
     env |= {"GROUP_RANK": "0", "HPC_DDP_RUN": str(tmp_path), "HPC_DDP_NODE_FOLDER": str(tmp_path)}
     env["HPC_DDP_EXPAND"] = "HOSTNAME GONE"
     script = ["-c", "import sys; print(sys.argv[1:])"]
-    start = worker.started_by(sys.executable, script)
+    start = worker.worker_command(sys.executable, script)
     done = subprocess.run([*start, "at-$HOSTNAME"], env=env)
     assert done.returncode == 0
     assert (tmp_path / "rank-0.log").read_text() == f"['at-{socket.gethostname()}']\n"

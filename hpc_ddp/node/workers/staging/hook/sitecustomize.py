@@ -1,5 +1,5 @@
-"""Python imports this at its start, from PYTHONPATH: it notes which files of its environment are
-opened, for the parcel of ``--stage``.
+"""Python imports this at its start, from PYTHONPATH: it notes the files of the environment that the
+process opens, for the parcel of ``--stage``.
 
 A process appends each path once to the file of HPC_DDP_OPENED_FILES on its node; so do its forks.
 Paths are absolute, one a line; a line ``root PATH`` is a folder of the environment, ``python PATH``
@@ -7,8 +7,8 @@ an executable, ``written PATH`` a file that was opened to be written. Each Pytho
 reads this file, so its syntax is that of 3.4; those before 3.8 note nothing.
 
 An audit hook can't be removed, and makes ``id()`` ten times as slow for good. So a process of an
-attempt that has started from a copy, in which few files are missing, has none: it notes by Python's
-own imports alone, which leaves out data files.
+attempt that has started from a copy, in which few files are missing, has no such hook: it notes
+only the files that Python's own imports read, and no data files.
 """
 
 import atexit
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
-MOST_PATHS = 50000  # of a process: what scans an environment without end is not noted
+MOST_PATHS = 50000  # of a process: a program may scan an environment without end
 MOST_BYTES = 64 << 20  # of the file: a job may start processes without end
 PAUSE_S = 0.05
 FILES_OF_MODULE = ("__file__", "__cached__")
@@ -31,7 +31,8 @@ WRITING = os.O_WRONLY | os.O_RDWR
 
 
 def roots() -> "list[str]":
-    """Return the folders of this Python's environment, without those of the operating system."""
+    """Return the folders of this Python's environment, each once, without those of the operating
+    system."""
     folders = [sys.prefix, sys.base_prefix, sys.exec_prefix]
     folders += [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
     return [path for path in dict.fromkeys(folders) if not is_of_system(path)]
@@ -45,10 +46,12 @@ def is_of_system(path: str) -> bool:
 
 
 def note_files(record: str, has_copy: bool = False) -> None:
-    """Append to the file `record` the paths of the environment that this process has opened so far;
-    from now on append new ones, at most once in `PAUSE_S`, and at the exit. This adds an audit hook
-    to the process; where it `has_copy`, new ones are those of imports, and are appended at once.
-    Errors of the record's disk are passed over."""
+    """Append to the file `record` this Python's roots and executables, and the files of the modules
+    that are imported by now; from now on append each further path of the environment that the
+    process opens or lists, at most once in `PAUSE_S`, and at the exit. This adds an audit hook to
+    the process. Where the process runs from a copy (`has_copy`), it patches Python's importer
+    instead: only files of imports are noted, and at once. Errors of the record's disk are passed
+    over."""
     folders = roots()
     beginnings = tuple(folder + "/" for folder in folders)
     modules = list(sys.modules.values())
@@ -60,8 +63,8 @@ def note_files(record: str, has_copy: bool = False) -> None:
     due = 0.0
 
     def append() -> None:
-        """Write the new lines to the record and forget them, even where the record is full or its
-        disk refuses. The next lines are due after `PAUSE_S`."""
+        """Append the new lines to the record and forget them, even where the record is full or its
+        disk refuses. The next lines are due after `PAUSE_S`, with a copy at once."""
         nonlocal due
         due = time.monotonic() + (0.0 if has_copy else PAUSE_S)  # the next import may be far
         count = len(lines)  # another thread may add some meanwhile
@@ -89,7 +92,7 @@ def note_files(record: str, has_copy: bool = False) -> None:
             if line not in noted:
                 noted.add(line)
                 lines.append(line)
-        if lines and time.monotonic() >= due:  # also at an event of another kind: some come always
+        if lines and time.monotonic() >= due:  # at any event, since lines may wait for one
             append()
 
     append()
@@ -104,19 +107,20 @@ def note_files(record: str, has_copy: bool = False) -> None:
 
 
 def note_imports(note: "Callable[[str, tuple[object, ...]], None]") -> None:
-    """Have Python's importer call `note`, a handler of audit events, for each file with code that
-    it reads, and each folder that it lists."""
+    """Patch Python's importer: it calls `note`, a handler of audit events, for each file with code
+    that it reads, and each folder that it lists. Raise AttributeError in a Python whose importer
+    is another."""
     external = sys.modules["_frozen_importlib_external"]
     loader, finder = external.FileLoader, external.FileFinder
     read, fill = loader.get_data, finder._fill_cache
 
     def get_data(self: "Any", path: str) -> "Any":
-        """Return the bytes of a file with code."""
+        """Note a file with code, and return its bytes."""
         note("open", (path,))
         return read(self, path)
 
     def fill_cache(self: "Any") -> None:
-        """List the folder of a finder."""
+        """Note the folder of a finder, and have the finder list it."""
         note("os.listdir", (self.path,))
         fill(self)
 
@@ -124,8 +128,8 @@ def note_imports(note: "Callable[[str, tuple[object, ...]], None]") -> None:
 
 
 def step_aside() -> None:
-    """Import the environment's own ``sitecustomize``, if there is one, in place of this module, and
-    remove this module's folder from ``sys.path``. Raises what that import raises."""
+    """Remove this module's folder from ``sys.path``, and import the environment's own
+    ``sitecustomize``, if there is one, in place of this module. Raise what that import raises."""
     folder = os.path.dirname(os.path.abspath(__file__))
     sys.path[:] = [path for path in sys.path if os.path.abspath(path) != folder]
     this = sys.modules.pop("sitecustomize")
