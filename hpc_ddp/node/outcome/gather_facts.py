@@ -201,7 +201,7 @@ def _gather_facts(
         restarts=env.restarts,
         nodes=nodes,
         records=records,
-        lost_nodes=slurm.unusable(silent_nodes(spec, nodes, records)) if job else [],
+        lost_nodes=slurm.unusable_nodes(silent_nodes(spec, nodes, records)) if job else [],
         events=since_submit(run.events(), attempt.number),
         gpu_hours=_gpu_hours(run, spec),
         most_requeues=run.most_requeues,
