@@ -95,9 +95,9 @@ def logs(
     query = LogQuery(rank, attempt, job, raw)
     folder = run_of(run, runs_dir)
     if follow:
-        view.follow(folder, query, lambda: run_status.has_ended(folder))
+        view.follow_logs(folder, query, lambda: run_status.has_ended(folder))
     else:
-        view.show(folder, query)
+        view.show_logs(folder, query)
 
 
 @click.command()

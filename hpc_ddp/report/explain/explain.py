@@ -255,7 +255,7 @@ def _explain_running(facts: RunFacts, nodes: str) -> Explanation:
 
 
 def _save_sentence(facts: RunFacts, saved: CheckpointSaved | None) -> str:
-    """Return a sentence, with a blank before it, on the newest save of a run (None: there is none)."""
+    """Return a sentence, with a blank before it, on a run's newest save (None: it has none)."""
     if saved is None:
         return " It has saved nothing yet."
     age = duration(max(0.0, facts.now - saved.time))
