@@ -165,7 +165,7 @@ def report(run: str, output: Path | None, runs_dir: str | None) -> None:
     from hpc_ddp.report.html import page  # jinja2 takes a quarter of the time of `status` to import
 
     run_folder = run_of(run, runs_dir)
-    html = page.render(run_folder, resource_folder("templates"))
+    html = page.render_page(run_folder, resource_folder("templates"))
     # Another user's run is data: a link in it must not lead the page over a file of the viewer's.
     default_folder = run_folder.path if is_executable(run_folder) else Path.cwd()
     path = output or default_folder / "report.html"
