@@ -41,11 +41,11 @@ def status(
     if watches and (runs or show_all or as_json):
         raise UsageError("--watch shows all live and new runs", hint="hpc-ddp status --watch")
     if watches:
-        from hpc_ddp.report.status.screen import watch  # a Python may lack curses
+        from hpc_ddp.report.status.screen import watch_runs  # a Python may lack curses
 
-        watch(runs_folder(runs_dir))
+        watch_runs(runs_folder(runs_dir))
         return
-    if text := run_table.show(runs_folder(runs_dir), runs, show_all, as_json):
+    if text := run_table.status_text(runs_folder(runs_dir), runs, show_all, as_json):
         click.echo(text)
 
 
