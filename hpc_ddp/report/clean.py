@@ -243,8 +243,8 @@ def _has_unsent_record(run: RunFolder) -> bool:
 
 
 def _has_results(run: RunFolder) -> bool:
-    """Return whether a run's folder has an entry that hpc-ddp has not made, as a result of the
-    script. True for a finished task, too. Raise OSError where the folder can't be listed, or a
+    """Return whether a run's folder has an entry that hpc-ddp has not made: it may be a result of
+    the script. True for a finished task, too. Raise OSError where the folder can't be listed, or a
     task's journal can't be read."""
     tasks = {task.path.name for task in run.tasks()}
     names = {path.name for path in run.path.iterdir()} - RUN_ENTRIES - tasks

@@ -123,8 +123,9 @@ class RunFacts:
     def verdict(self) -> VerdictGiven | None:
         """The newest attempt's verdict; None without one, and after a new submit of the run."""
         last = last_event(self.events, VerdictGiven)
-        first = max((event.first_attempt for event in self.select(Submitted)), default=0)
-        if last is None or last.attempt != self.newest or last.attempt < first:
+        submits = self.select(Submitted)
+        first_attempt = max((event.first_attempt for event in submits), default=0)  # of the last
+        if last is None or last.attempt != self.newest or last.attempt < first_attempt:
             return None
         return last
 

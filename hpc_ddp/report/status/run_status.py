@@ -214,11 +214,12 @@ def _eta_s(events: Sequence[JournalEvent], metrics: MetricsLine | None, now: flo
     pace of the newest start, saves included; 0 where the estimate is over. None where the number
     of all steps is unknown, or the newest start has no two steps in the journal. `metrics` is the
     newest event of its kind."""
-    newest = last_event(events, FirstStep, WorkerStarted, Started)  # no FirstStep before its step
+    # It is a FirstStep only if the newest start has made a step.
+    newest = last_event(events, FirstStep, WorkerStarted, Started)
     if metrics is None or not metrics.total_steps or not isinstance(newest, FirstStep):
         return None
     steps = metrics.step - newest.step
-    if steps <= 0 or metrics.time <= newest.time:  # or of an earlier start, which had come further
+    if steps <= 0 or metrics.time <= newest.time:  # `metrics` are those of an earlier start
         return None
     pace_s = (metrics.time - newest.time) / steps
     left_s = (metrics.total_steps - metrics.step) * pace_s - (now - metrics.time)

@@ -147,8 +147,9 @@ def first_difference(
 def _make_pairs(
     base: Sequence[DrillRecord], disturbed: Sequence[DrillRecord], earlier: Sequence[DrillRecord]
 ) -> tuple[list[Pair], bool]:
-    """Return the records of an attempt as pairs (reference, record), and whether the state that the
-    attempt has loaded differed from the undisturbed run's already.
+    """Return the records of an attempt (`disturbed`) as pairs (reference, record), and whether the
+    state that the attempt has loaded differed from the undisturbed run's already. The arguments are
+    those of `first_difference`.
 
     The reference of a record of the start is the record of the newest earlier attempt at the same
     position, where there is one; all other references are records of the undisturbed run. A record
@@ -265,8 +266,8 @@ def _is_number(scalar: object) -> bool:
 
 
 def _relative_difference(a: float, b: float) -> float:
-    """Return ``|a - b| / max(|a|, |b|, 1e-3)``: 0 for equal numbers and for two NaN; inf for two
-    others if one of them is NaN or infinite."""
+    """Return ``|a - b| / max(|a|, |b|, 1e-3)``. The result is 0 for equal numbers and for two NaN,
+    and inf for another pair with a number that is NaN or infinite."""
     if a == b or (math.isnan(a) and math.isnan(b)):
         return 0.0
     if not (math.isfinite(a) and math.isfinite(b)):

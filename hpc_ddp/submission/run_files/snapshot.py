@@ -45,15 +45,14 @@ def take_snapshot(script: Path, run: RunFolder, exclude: Sequence[str]) -> None:
     """Copy the code around `script` to the run's `next_place`, and write the note of the script's
     path in the copy. A bar on stderr shows the progress.
 
-    `select_files` says which files are copied; a script that is not among them is copied, too.
+    The files are those of `select_files`, which has the same arguments, and in any case the script.
     Links are copied as links, and lead where they led. Notes on stderr name what is left out, also
     modules that the script's own files import.
 
     Raises
     ------
     UsageError
-        the code is larger than 50 MB or 20,000 files (names the largest), or git can't list it;
-        nothing is copied then
+        the code is larger than 50 MB or 20,000 files, or git can't list it; nothing is copied then
     OSError
         a file can't be read or written; no copy is left then
     """

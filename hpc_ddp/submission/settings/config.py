@@ -279,10 +279,10 @@ def _merge_env(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, 
 
 
 def _read_site_layer(path: Path, home: Path, operators_file: Path | None) -> Layer:
-    """Return the layer of a site file: the operators', the user's own, or a shipped profile. In the
-    operators' file, if there is one, an unknown key is a warning. Raise UsageError for a file that
-    can't be read or may not act for the user, for an unknown key in another file, and for a bad
-    value."""
+    """Return the layer of a site file: the operators' (`operators_file`, None for none), the user's
+    own (below `home`), or a shipped profile. In the operators' file an unknown key is a warning.
+    Raise UsageError for a file that can't be read or may not act for the user, for an unknown key
+    in another file, and for a bad value."""
     if path == operators_file:
         return Layer("operators", _read_layer(path, (*sites.KEYS, "limits"), is_strict=False), path)
     is_user_file = path.parent == sites.own_folder(home)
