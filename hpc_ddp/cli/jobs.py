@@ -272,8 +272,7 @@ def render(as_json: bool, explain: bool, **options: Any) -> None:
     """
     if explain:
         rows = origin.find_origins(*_plan(options))
-        table = origin.format_table(rows)
-        click.echo(json.dumps([row.to_dict() for row in rows]) if as_json else table)
+        click.echo(json.dumps([row.to_dict() for row in rows]) if as_json else origin.table(rows))
         return
     prepared = _prepare(options)
     text = backends.write_script(prepared)

@@ -278,8 +278,8 @@ def _old_checkpoints(folder: Path) -> list[Path]:
             best, every = (manifest.get("best") or {}).get("step"), manifest.get("keep_every")
             every = every if isinstance(every, int) else None
             milestones = checkpoints.milestones(checkpoints.published(folder), every)
-            kept = {good, folder / f"step-{best}", *milestones}
-            return [p for p in paths if checkpoints.step_of(p) <= step and p not in kept]
+            exempt = {good, folder / f"step-{best}", *milestones}
+            return [p for p in paths if checkpoints.step_of(p) <= step and p not in exempt]
     return []
 
 

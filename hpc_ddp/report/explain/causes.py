@@ -286,8 +286,8 @@ def _describe_known(
 
 
 def _ranks_text(ranks: Sequence[int]) -> str:
-    """Return ranks, one or more, as text: ``rank 3``, ``ranks 0, 1``. Of more than eight the first
-    eight are named, with ``and others``."""
+    """Return ranks, one or more, as text: ``rank 3``, ``ranks 0, 1``. The ninth and later ones
+    become ``and others``."""
     numbers = ", ".join(map(str, ranks[:8])) + (" and others" if ranks[8:] else "")
     return f"{'ranks' if ranks[1:] else 'rank'} {numbers}"
 
