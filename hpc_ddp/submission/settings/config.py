@@ -352,13 +352,7 @@ def _check_and_convert(
             raise UsageError(message, hint=f"look at {path}")
         operators.warn_once(message, f"tell the operators of this cluster: {path}")
         del layer[key]
-    for key, value in layer.items():
-        kind: Kind = _KINDS[key]
-        if not isinstance(value, kind.types) or (isinstance(value, bool) and kind is not FLAG):
-            text = f"{path}: {key} is {value!r}, but must be {kind.text}"
-            raise UsageError(text, hint=kind.line_for(key, value) or f"see {path}")
-        if isinstance(value, list) and not all(isinstance(line, str) for line in value):
-            raise UsageError(f"{path}: {key} must be {kind.text}", hint=f"see {path}")
+    _check_kinds(path, layer)
     # A relative path in a file is seen from the file's folder.
     paths = {"notify", "template", *(() if names_no_file(layer) else ["script"])}
     for key in paths & layer.keys():
@@ -372,3 +366,16 @@ def _check_and_convert(
     if isinstance(layer.get("gpus-per-node"), int):
         layer["gpus-per-node"] = str(layer["gpus-per-node"])
     return with_own_keys(layer, keys)
+
+
+def _check_kinds(path: Path, layer: Mapping[str, Any]) -> None:
+    """Raise UsageError for a value of the wrong kind in `layer`, settings of the file at `path`
+    with known keys."""
+    for key, value in layer.items():
+        kind: Kind = _KINDS[key]
+        # For Python a bool is an int, too.
+        if not isinstance(value, kind.types) or (isinstance(value, bool) and kind is not FLAG):
+            text = f"{path}: {key} is {value!r}, but must be {kind.text}"
+            raise UsageError(text, hint=kind.line_for(key, value) or f"see {path}")
+        if isinstance(value, list) and not all(isinstance(line, str) for line in value):
+            raise UsageError(f"{path}: {key} must be {kind.text}", hint=f"see {path}")
