@@ -310,10 +310,12 @@ def _fabric_sentence(facts: RunFacts) -> str:
     fabric_of = {event.node: event.name for event in events}
     if len(set(fabric_of.values())) < 2:
         return ""
-    usual = Counter(filter(None, fabric_of.values())).most_common(1)[0][0]
-    odd = [f"{node} ({name or 'none'})" for node, name in fabric_of.items() if name != usual]
-    more = f" and {len(odd) - 3} more" if odd[3:] else ""
-    return f" The interconnect was {usual}, but not on {', '.join(odd[:3])}{more}."
+    usual_name = Counter(filter(None, fabric_of.values())).most_common(1)[0][0]
+    odd_nodes = [
+        f"{node} ({name or 'none'})" for node, name in fabric_of.items() if name != usual_name
+    ]
+    more = f" and {len(odd_nodes) - 3} more" if odd_nodes[3:] else ""
+    return f" The interconnect was {usual_name}, but not on {', '.join(odd_nodes[:3])}{more}."
 
 
 def _explain_without_failure(facts: RunFacts, cause: str) -> Explanation:

@@ -200,12 +200,12 @@ def _cuts(log: LogFile, busy: Container[int] | None) -> list[Cut]:
     """Return the cuts of the new part of a log, in ascending order, by which its lines can be put
     in order with the lines of other logs. There is a cut at each note of a `busy` second (None: all
     are busy), and one with `is_alone` at the last of neighbouring notes that are not busy."""
-    first = bisect_right(log.sizes, log.position)  # the first note of the new part
+    first_note = bisect_right(log.sizes, log.position)  # of the new part; an index
     if busy is None:
-        return [Cut(size, False) for size in log.sizes[first:]]
+        return [Cut(size, False) for size in log.sizes[first_note:]]
     cuts: list[Cut] = []
     alone_size: int | None = None  # the size at the last note, if that is not busy
-    for seconds, size in zip(log.times[first:], log.sizes[first:], strict=True):
+    for seconds, size in zip(log.times[first_note:], log.sizes[first_note:], strict=True):
         if int(seconds) not in busy:
             alone_size = size
             continue

@@ -138,9 +138,11 @@ def select_runs(root: Path, queue: Queue, show_all: bool) -> tuple[list[RunFolde
         return runs, 0
     # The index of jobs may have the cluster's full name, its short one, or none.
     clusters = (queue.cluster, JobRef("", queue.cluster).cluster_name, "")
-    live = linked_runs(root, (JobRef(id, cluster) for id in queue.live for cluster in clusters))
+    live_paths = linked_runs(
+        root, (JobRef(id, cluster) for id in queue.live for cluster in clusters)
+    )
     selection = runs[:MOST_RUNS]
-    selection += [run for run in runs[MOST_RUNS:] if str(run.path.resolve()) in live]
+    selection += [run for run in runs[MOST_RUNS:] if str(run.path.resolve()) in live_paths]
     return selection, len(runs) - len(selection)
 
 

@@ -203,12 +203,13 @@ def find_changed_files(code: Path, inside: Path, script: Path) -> list[str]:
     """Return the names, relative to the snapshot `code` and sorted by path, of its Python files
     whose live files differ by now, or are gone. `inside` is the path of the live `script` in the
     snapshot. A file that can't be read is passed over."""
-    live = Path(*script.parts[: -len(inside.parts)])  # the folder that the snapshot is a copy of
+    live_root = Path(*script.parts[: -len(inside.parts)])  # the snapshot is a copy of this folder
     changed = []
     for path in sorted(code.rglob("*.py")):
         name = path.relative_to(code)
+        live = live_root / name
         with suppress(OSError):
-            if path.is_file() and not ((live / name).exists() and cmp(path, live / name, False)):
+            if path.is_file() and not (live.exists() and cmp(path, live, shallow=False)):
                 changed.append(str(name))
     return changed
 
