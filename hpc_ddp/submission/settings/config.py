@@ -326,9 +326,9 @@ def _read_layer(
 
 def as_options(values: dict[str, Any], origin: str) -> dict[str, Any]:
     """Return the settings `values`, by key, checked and changed as those of a file; `values` are
-    changed in place. `origin` is for the messages: a file's path; or a program's name,
-    with which relative paths stay as they are. Raise UsageError for an unknown key, and for a value
-    of the wrong kind."""
+    changed in place. `origin` is for the messages: a file's path; or a program's name, with which
+    relative paths stay as they are. Raise UsageError for an unknown key, and for a value of the
+    wrong kind."""
     return _check_and_convert(Path(origin), values, known_keys())
 
 
