@@ -27,7 +27,7 @@ from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.live_jobs import Queue, describe_work, read_queue
 from hpc_ddp.report.cancel import cancel
-from hpc_ddp.report.logs.files import log_files
+from hpc_ddp.report.logs.files import find_log_files
 from hpc_ddp.report.status.run_status import Status, status_of
 from hpc_ddp.submission import backends
 from hpc_ddp.submission.plan import plan_new
@@ -189,7 +189,7 @@ class Handle:
         >>> "hello" in run.logs(rank=0)
         True
         """
-        files = log_files(self._run, rank, attempt=None)
+        files = find_log_files(self._run, rank, None)
         return "".join(map(read_text, files))
 
 

@@ -144,7 +144,7 @@ def attach(
         )
     words = ["stacks"] if py_spy else ["run", *(command or ("bash",))]
     terminal = not py_spy and sys.stdin.isatty() and sys.stdout.isatty()
-    argv = attach_command.command(run_of(run, runs_dir), node, rank, words, terminal)
+    argv = attach_command.make_command(run_of(run, runs_dir), node, rank, words, terminal)
     # This process becomes the shell or srun: its exit code is the command's.
     os.execvpe(argv[0], argv, clean_env(os.environ))
 

@@ -31,7 +31,7 @@ from hpc_ddp.core.errors import CAN_GO_ON, UsageError
 from hpc_ddp.core.job import sweep as launch_sweep
 from hpc_ddp.core.run_index import find_run
 from hpc_ddp.report import tables
-from hpc_ddp.report.status.run_table import local_trials
+from hpc_ddp.report.status.run_table import local_trials_text
 from hpc_ddp.slurm import own_cluster
 from hpc_ddp.submission import backends
 from hpc_ddp.submission import preflight as launch_preflight
@@ -229,7 +229,7 @@ def _start_and_report(prepared: PreparedRun, as_json: bool, fresh: bool = False)
         return
     code = forward.wait(started)
     if prepared.spec.sweep and prepared.spec.backend == "local":
-        click.echo(f"\n{local_trials(prepared.run)}", err=True)
+        click.echo(f"\n{local_trials_text(prepared.run)}", err=True)
     if code == CAN_GO_ON and prepared.spec.backend == "local":
         say(f"stopped; go on with: hpc-ddp dry-run --run {prepared.run.quoted}")
     if as_json:
@@ -272,7 +272,7 @@ def render(as_json: bool, explain: bool, **options: Any) -> None:
     """
     if explain:
         rows = origin.find_origins(*_make_plan(options))
-        table = origin.format_table(rows)
+        table = origin.table(rows)
         click.echo(json.dumps([row.to_dict() for row in rows]) if as_json else table)
         return
     prepared = _write_run(options)

@@ -41,11 +41,11 @@ def status(
     if watches and (runs or show_all or as_json):
         raise UsageError("--watch shows all live and new runs", hint="hpc-ddp status --watch")
     if watches:
-        from hpc_ddp.report.status.screen import watch  # a Python may lack curses
+        from hpc_ddp.report.status.screen import watch_runs  # a Python may lack curses
 
-        watch(runs_folder(runs_dir))
+        watch_runs(runs_folder(runs_dir))
         return
-    if text := run_table.show(runs_folder(runs_dir), runs, show_all, as_json):
+    if text := run_table.status_text(runs_folder(runs_dir), runs, show_all, as_json):
         click.echo(text)
 
 
@@ -95,9 +95,9 @@ def logs(
     query = LogQuery(rank, attempt, job, raw)
     folder = run_of(run, runs_dir)
     if follow:
-        view.follow(folder, query, lambda: run_status.has_ended(folder))
+        view.follow_logs(folder, query, lambda: run_status.has_ended(folder))
     else:
-        view.show(folder, query)
+        view.show_logs(folder, query)
 
 
 @click.command()
@@ -165,7 +165,7 @@ def report(run: str, output: Path | None, runs_dir: str | None) -> None:
     from hpc_ddp.report.html import page  # jinja2 takes a quarter of the time of `status` to import
 
     run_folder = run_of(run, runs_dir)
-    html = page.render(run_folder, resource_folder("templates"))
+    html = page.render_page(run_folder, resource_folder("templates"))
     # Another user's run is data: a link in it must not lead the page over a file of the viewer's.
     default_folder = run_folder.path if is_executable(run_folder) else Path.cwd()
     path = output or default_folder / "report.html"

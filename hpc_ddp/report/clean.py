@@ -243,8 +243,8 @@ def _has_unsent_record(run: RunFolder) -> bool:
 
 
 def _has_results(run: RunFolder) -> bool:
-    """Return whether a run's folder has an entry that hpc-ddp has not made, as a result of the
-    script. True for a finished task, too. Raise OSError where the folder can't be listed, or a
+    """Return whether a run's folder has an entry that hpc-ddp has not made: it may be a result of
+    the script. True for a finished task, too. Raise OSError where the folder can't be listed, or a
     task's journal can't be read."""
     tasks = {task.path.name for task in run.tasks()}
     names = {path.name for path in run.path.iterdir()} - RUN_ENTRIES - tasks
@@ -278,8 +278,8 @@ def _old_checkpoints(folder: Path) -> list[Path]:
             best, every = (manifest.get("best") or {}).get("step"), manifest.get("keep_every")
             every = every if isinstance(every, int) else None
             milestones = checkpoints.milestones(checkpoints.published(folder), every)
-            kept = {good, folder / f"step-{best}", *milestones}
-            return [p for p in paths if checkpoints.step_of(p) <= step and p not in kept]
+            exempt = {good, folder / f"step-{best}", *milestones}
+            return [p for p in paths if checkpoints.step_of(p) <= step and p not in exempt]
     return []
 
 

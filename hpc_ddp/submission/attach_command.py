@@ -28,7 +28,7 @@ shift 2
 exec "$python" -E -s "$@\""""
 
 
-def command(
+def make_command(
     run: RunFolder, node: str | None, rank: int | None, words: Sequence[str], terminal: bool
 ) -> list[str]:
     """Return the words of the command that runs `node.attach` beside a worker of the run's newest

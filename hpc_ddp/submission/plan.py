@@ -115,8 +115,9 @@ class Plan:
             the folder can't be written, was just made by another submit, could be replaced by other
             users, or is on a disk that keeps no permissions; another process starts the run just
             now; a job works on it, or may; the code is too large; git can't list it; a fabric's
-            profile is broken; `source` has no snapshot of the script; or the newest checkpoint is
-            of another version of hpc-ddp. The start is undone then (`PreparedRun.discard`)
+            profile, or an existing run's job.json, is broken; `source` has no snapshot of the
+            script; or the newest checkpoint is of another version of hpc-ddp. The start is undone
+            then (`PreparedRun.discard`)
         """
         prepared = PreparedRun(**{part.name: getattr(self, part.name) for part in fields(self)})
         if not self.is_new:
@@ -180,8 +181,9 @@ class Plan:
         write_json(run.limits_json, {**self.limits})
 
     def _write_code(self, run: RunFolder) -> None:
-        """Copy the snapshot of `source`, or else take a new one if the plan says so, and close the
-        run's code to other users. Raise as `snapshot.find_newest`, or `snapshot.take_snapshot`."""
+        """Copy the newest snapshot of `source`, or else, with `copies_code`, take a new one; then
+        close the run's code to other users' writes. Raise as `snapshot.find_newest` and
+        `snapshot.take_snapshot`."""
         if self.source or self.copies_code:
             make_folders(run.code)
         if self.source:
@@ -201,7 +203,8 @@ class Plan:
 def _with_all_tasks(spec: JobSpec, run: RunFolder) -> JobSpec:
     """Return the job for ``job.json`` of an existing run. Where only a part of an array is started,
     the job's array has also the indexes of the earlier ``job.json``: tasks that have never begun
-    are named nowhere else. The limit of tasks at once is the earlier one then."""
+    are named nowhere else. The limit of tasks at once is the earlier one then. Raise UsageError
+    where the earlier ``job.json`` is broken, and OSError where it can't be read."""
     if not (spec.array and run.job_json.exists()):
         return spec
     earlier = JobSpec.from_json(run.job_json.read_bytes()).array
@@ -259,7 +262,7 @@ def new_folder(root: Path, spec: JobSpec) -> RunFolder:
     """Return the folder of a new run of a job below `root`, ``NAME/<time>-<hex>``; it is not made.
     Where another user has the name, ours is ``NAME-USER``."""
     folder = root / spec.job_name
-    # Of a colleague, in a shared folder; also a link that leads to a folder of this user.
+    # By lstat: a colleague's link counts as the colleague's, also if it leads to a folder of ours.
     if os.path.lexists(folder) and folder.lstat().st_uid != os.geteuid():
         folder = root / f"{spec.job_name}-{user_name()}"
     return RunFolder(folder / new_run_id())

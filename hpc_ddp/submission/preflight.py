@@ -99,7 +99,7 @@ def write_first_contact(settings: Settings, cwd: Path, root: Path) -> PreparedRu
 def count_devices() -> int:
     """Return how many accelerators this machine has, of the vendor with most; 0 without any.
     Accelerators that a variable of this process hides (as CUDA_VISIBLE_DEVICES) do not count."""
-    counts = [
+    counts = [  # by vendor: all devices, or the fewest that one of its variables leaves
         min([count, *listed_devices(VENDORS[name], os.environ).values()])
         for name, count in device_files().items()
     ]

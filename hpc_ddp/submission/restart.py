@@ -64,7 +64,8 @@ def plan_rerun(
     ------
     UsageError
         a change or an option is refused (also as `make_plan` does), the run's script or snapshot is
-        gone, the run was started by hand or is another user's; or as `undo_broken_start`
+        gone, its job.json is broken, it was started by hand or is another user's; or as
+        `undo_broken_start`
     OSError
         the run's folder can't be read
     """
@@ -167,8 +168,9 @@ def plan_continuation(
     Raises
     ------
     UsageError
-        the run, or each task of it, is finished; it is another user's; its script is gone; or an
-        option is refused (also as `make_plan` does); or as `undo_broken_start`
+        the run, or each task of it, is finished; it is another user's; its script is gone; its
+        job.json is broken; or an option is refused (also as `make_plan` does); or as
+        `undo_broken_start`
     OSError
         the run's folder can't be read
     """
@@ -308,6 +310,7 @@ def set_aside(prepared: PreparedRun) -> list[Path]:
         the disk refuses it; checkpoints that were moved before stay aside
     """
     run, array = prepared.run, prepared.spec.array
+    # A run that is no array has no tasks, and is moved itself.
     runs = [task for task in run.tasks() if array and task.index in array_indexes(array)] or [run]
     try:
         return [folder for folder in map(checkpoints.set_aside, runs) if folder]

@@ -128,7 +128,7 @@ def test_a_bundle_has_no_secret(call: Cli, run: RunFolder, tmp_path: Path) -> No
 )
 def test_what_is_replaced(text: str, kept: str) -> None:
     redaction = Redaction(JobSpec("train.py", env={"A": "1"}, env_names=("B",)), {})
-    assert redaction.clean(text, ".sbatch") == kept
+    assert redaction.redact_file(text, ".sbatch") == kept
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_what_is_replaced(text: str, kept: str) -> None:
 )
 def test_what_is_replaced_in_a_log(text: str, kept: str) -> None:
     redaction = Redaction(JobSpec("train.py", env={"B": "1"}, setup=("LOGIN=x ./go",)), {})
-    assert redaction.clean(text, ".log") == kept
+    assert redaction.redact_file(text, ".log") == kept
 
 
 @pytest.mark.parametrize(
@@ -163,13 +163,13 @@ def test_what_is_replaced_in_a_log(text: str, kept: str) -> None:
 )
 def test_what_is_replaced_of_a_set_up_line(line: str, kept: str) -> None:
     redaction = Redaction(JobSpec("train.py", setup=(line,)), {})
-    assert redaction.clean(line, ".sbatch") == kept
+    assert redaction.redact_file(line, ".sbatch") == kept
 
 
 def test_a_torn_line_of_a_journal_is_replaced() -> None:
     redaction = Redaction(JobSpec("train.py"), {})
     text = '{"event": "a", "n": 1}\n{"env": {"A": "sec'
-    assert redaction.clean(text, ".jsonl") == f'{{"event": "a", "n": 1}}\n{REDACTED}'
+    assert redaction.redact_file(text, ".jsonl") == f'{{"event": "a", "n": 1}}\n{REDACTED}'
 
 
 def test_a_long_log_keeps_its_end(
@@ -178,14 +178,14 @@ def test_a_long_log_keeps_its_end(
     monkeypatch.setattr(bundle, "LOG_BYTES", 40)
     log = run.attempt(0).node("n1").rank_log(0)
     log.write_text("TOKEN=" + 30 * "s" + "\n" + "last lines of the log\n")
-    packed, _ = bundle.write(run, tmp_path / "a.tar.gz")
+    packed, _ = bundle.write_bundle(run, tmp_path / "a.tar.gz")
     # A line that is cut has lost the name by which it is a secret.
     assert (
         contents(tmp_path / "a.tar.gz")["logs/attempt-0/n1/rank-0.log"] == "last lines of the log\n"
     )
     assert any(name.startswith("logs/attempt-0/n1/rank-0.log (its last") for name in packed)
     monkeypatch.setattr(bundle, "TOTAL_BYTES", 10)
-    packed, left_out = bundle.write(run, tmp_path / "b.tar.gz")
+    packed, left_out = bundle.write_bundle(run, tmp_path / "b.tar.gz")
     assert packed == []
     assert any(name.startswith("job.json (beyond") for name in left_out)
 
@@ -195,11 +195,11 @@ def test_a_bundle_of_an_array_and_of_a_task(run: RunFolder, tmp_path: Path) -> N
         task = run.task(index).make()
         task.job_json.write_text(run.job_json.read_text())
         task.journal("batch").write(raw("started", nodes=["n1"]))
-    packed, left_out = bundle.write(run, tmp_path / "a.tar.gz")
+    packed, left_out = bundle.write_bundle(run, tmp_path / "a.tar.gz")
     assert {"task-0/job.json", "task-1/journal/batch.jsonl"} <= {*packed}
     omissions = {"checkpoints (by rule)", *(f"task-{i}/checkpoints (by rule)" for i in (0, 1))}
     assert omissions <= {*left_out}
-    packed, left_out = bundle.write(run.task(1), tmp_path / "b.tar.gz")
+    packed, left_out = bundle.write_bundle(run.task(1), tmp_path / "b.tar.gz")
     assert {"job.sbatch", "task-1/journal/batch.jsonl"} <= {*packed}
     assert "task-0/job.json" not in packed
     assert [name for name in left_out if "task" in name] == ["task-1/checkpoints (by rule)"]

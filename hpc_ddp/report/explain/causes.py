@@ -286,8 +286,8 @@ def _describe_known(
 
 
 def _ranks_text(ranks: Sequence[int]) -> str:
-    """Return ranks, one or more, as text: ``rank 3``, ``ranks 0, 1``. Of more than eight the first
-    eight are named, with ``and others``."""
+    """Return ranks, one or more, as text: ``rank 3``, ``ranks 0, 1``. The ninth and later ones
+    become ``and others``."""
     numbers = ", ".join(map(str, ranks[:8])) + (" and others" if ranks[8:] else "")
     return f"{'ranks' if ranks[1:] else 'rank'} {numbers}"
 
@@ -310,10 +310,12 @@ def _fabric_sentence(facts: RunFacts) -> str:
     fabric_of = {event.node: event.name for event in events}
     if len(set(fabric_of.values())) < 2:
         return ""
-    usual = Counter(filter(None, fabric_of.values())).most_common(1)[0][0]
-    odd = [f"{node} ({name or 'none'})" for node, name in fabric_of.items() if name != usual]
-    more = f" and {len(odd) - 3} more" if odd[3:] else ""
-    return f" The interconnect was {usual}, but not on {', '.join(odd[:3])}{more}."
+    usual_name = Counter(filter(None, fabric_of.values())).most_common(1)[0][0]
+    odd_nodes = [
+        f"{node} ({name or 'none'})" for node, name in fabric_of.items() if name != usual_name
+    ]
+    more = f" and {len(odd_nodes) - 3} more" if odd_nodes[3:] else ""
+    return f" The interconnect was {usual_name}, but not on {', '.join(odd_nodes[:3])}{more}."
 
 
 def _explain_without_failure(facts: RunFacts, cause: str) -> Explanation:

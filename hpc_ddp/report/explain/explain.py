@@ -212,8 +212,8 @@ def _explain_live(facts: RunFacts) -> Explanation:
         words, hint = explain_pending(record.reason, facts.job_id or "")
         text = f"waits in the queue as job {facts.job_id}: {words} ({record.reason or 'None'})."
         if record.start_time and record.start_time > facts.now:
-            when = time.strftime("%a %H:%M", time.localtime(record.start_time))
-            text += f" Slurm expects to start it on {when}."
+            start_time = time.strftime("%a %H:%M", time.localtime(record.start_time))
+            text += f" Slurm expects to start it on {start_time}."
         return Explanation("waiting", text, hint)
     if record and state is RunState.SUSPENDED:
         text = f"is suspended on {record.nodes}: Slurm has stopped it, and lets it go on later."
@@ -255,7 +255,7 @@ def _explain_running(facts: RunFacts, nodes: str) -> Explanation:
 
 
 def _save_sentence(facts: RunFacts, saved: CheckpointSaved | None) -> str:
-    """Return a sentence, after a blank, on the newest save of a run, None where there is none."""
+    """Return a sentence, with a blank before it, on a run's newest save (None: it has none)."""
     if saved is None:
         return " It has saved nothing yet."
     age = duration(max(0.0, facts.now - saved.time))

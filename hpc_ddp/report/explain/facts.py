@@ -49,7 +49,7 @@ def is_standalone(events: Sequence[JournalEvent]) -> bool:
     The output of such a start is not kept, and its end has no verdict.
     """
     last = last_event(events, Submitted, Started)
-    return isinstance(last, Started) and last.backend == "local"  # only a plain start has it
+    return isinstance(last, Started) and last.backend == "local"  # none for hpc-ddp
 
 
 @dataclass(frozen=True)
@@ -123,8 +123,9 @@ class RunFacts:
     def verdict(self) -> VerdictGiven | None:
         """The newest attempt's verdict; None without one, and after a new submit of the run."""
         last = last_event(self.events, VerdictGiven)
-        first = max((event.first_attempt for event in self.select(Submitted)), default=0)
-        if last is None or last.attempt != self.newest or last.attempt < first:
+        submits = self.select(Submitted)
+        first_attempt = max((event.first_attempt for event in submits), default=0)  # of the last
+        if last is None or last.attempt != self.newest or last.attempt < first_attempt:
             return None
         return last
 
@@ -182,8 +183,8 @@ class RunFacts:
 
 def gather(run: RunFolder, events: Sequence[JournalEvent] | None = None) -> RunFacts:
     """Return the facts of a run, and of the tasks of an array: read their folders, and query Slurm
-    for their jobs. Of the tasks that are over by their journals, Slurm is asked only for the first
-    that did not finish. Facts that can't be read have their default; nothing is raised.
+    for their jobs. Tasks that are over by their journals are not asked for, except the first that
+    did not finish. Facts that can't be read have their default; nothing is raised.
 
     `events` is the run's journal; None: it is read here, and briefly (`read_briefly`).
     """
@@ -235,8 +236,8 @@ def _gather_one(
 
 def _gather_tasks(run: RunFolder, can_start: bool) -> dict[str, RunFacts]:
     """Return the facts of an array's tasks, by their index as text; {} for another run. `can_start`
-    is as in `_gather_one`. Of the tasks that are over, of which there may be a thousand, Slurm is
-    asked only for the first that did not finish: that task is explained in full."""
+    is as in `_gather_one`. Slurm is not asked for tasks that are over, of which there may be a
+    thousand, except for the first that did not finish, which is explained in full."""
     tasks: dict[str, RunFacts] = {}
     is_explained = False
     for task in _read_or_default(run.tasks, list[RunFolder]()):

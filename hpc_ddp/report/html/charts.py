@@ -12,17 +12,18 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from hpc_ddp.core.console.units import measured
-from hpc_ddp.report.html.curves import Column, Curve, Start, columns
+from hpc_ddp.report.html.curves import Column, Curve, Start, merge_points
 
 WIDTH, HEIGHT = 1000, 400  # of a plot, in units of its paths
-MOST_COLUMNS = 4000  # of all charts of a page: some 50 bytes each
-LOG_RATIO = 100.0  # of the greatest to the least number, from which on the axis is logarithmic
-_LEAST = 1e-250  # that an axis can show
-_LABEL_WIDTH = 4.5  # percent
+MOST_COLUMNS = 4000  # of all charts of a page: a column takes some 50 bytes
+LOG_RATIO = 100.0  # an axis is logarithmic if its greatest number is more times the least one
+_LEAST = 1e-250  # the least number, and the least difference, that an axis can show
+_LABEL_WIDTH = 4.5  # percent of a plot's width
 
 
 class Label(NamedTuple):
-    """A text beside an axis or above a mark: `at` in percent; `title` is shown on hovering."""
+    """A text beside an axis or above a mark: `at` is its place in percent of the plot; `title` is
+    shown under the pointer."""
 
     at: float
     text: str
@@ -30,7 +31,8 @@ class Label(NamedTuple):
 
 
 class SvgPath(NamedTuple):
-    """An SVG path; `kind` is ``line``, ``band`` (least to greatest numbers) or ``redone``."""
+    """An SVG path with the commands `d`; `kind` is ``line``, ``band`` (from the least to the
+    greatest numbers) or ``redone`` (a line of steps that a later start has done again)."""
 
     d: str
     kind: str
@@ -51,9 +53,9 @@ class Chart:
     marks
         the starts of the workers after the first one
     bad
-        the places of numbers that are NaN or infinite, in percent
+        the places of numbers that are NaN or infinite, in percent from the left
     points
-        (step, number as text) for the script that shows numbers under the pointer
+        (step, number as text) for the page's script, which shows numbers under the pointer
     """
 
     name: str
@@ -70,9 +72,10 @@ class Chart:
 
 
 class Scale:
-    """Maps numbers between `low` and `high` to places from 0 to 1, linearly or by their logarithm
-    (`is_log`); that needs numbers above 0, and raises ValueError for others. If `low` and `high`
-    are equal, the axis has some room on either side of them."""
+    """Maps numbers between `low` and `high` to places from 0 to 1: linearly, or with `is_log` by
+    their logarithms, for numbers above 0 (ValueError for others). If `low` and `high` are equal,
+    the axis has some room on either side of them. The attributes `low` and `high` are the ends of
+    the axis, with `is_log` their logarithms."""
 
     def __init__(self, low: float, high: float, is_log: bool = False) -> None:
         if is_log:
@@ -83,48 +86,50 @@ class Scale:
         self.low, self.high, self.is_log = low, high, is_log
 
     def __call__(self, number: float) -> float:
-        """Return the place of a number, from 0 to 1; one beyond the ends is at the end."""
+        """Return the place of a number, from 0 to 1; a number beyond an end is at this end."""
         number = math.log10(number) if self.is_log else number
         return min(1.0, max(0.0, (number - self.low) / (self.high - self.low)))
 
     def ticks(self, count: int, least: float = 0.0) -> list[Label]:
         """Return about `count` labels, 21 at most, with `at` in percent from the low end. On a
-        linear axis they are round numbers, at least `least` apart; on a logarithmic one they are
-        powers of ten. [] where no round number lies on the axis."""
+        linear axis they are round numbers, at least `least` apart; on a logarithmic axis they are
+        powers of ten. [] where no such number lies on the axis."""
         unit = 1.0 if self.is_log else least
         distance = max(_round_up((self.high - self.low) / count), unit)
-        first = math.ceil(self.low / distance - 1e-9)
+        first = math.ceil(self.low / distance - 1e-9)  # with 1e-9 for rounding
         last = math.floor(self.high / distance + 1e-9)
         labels = []
-        for i in range(first, min(last, first + 20) + 1):
-            number = 10.0 ** (i * distance) if self.is_log else i * distance
+        for multiple in range(first, min(last, first + 20) + 1):
+            place = multiple * distance
+            number = 10.0**place if self.is_log else place
             labels.append(Label(round(100 * self(number), 2), measured(number)))
         return labels
 
 
 def _round_up(number: float) -> float:
-    """Return the smallest 1, 2 or 5 times a power of ten that is not below a number, or is so by a
-    thousandth of it at most. Raise ValueError for a number that is not above 0."""
+    """Return the smallest number of the form 1, 2 or 5 times a power of ten that is at least 0.999
+    times `number`. Raise ValueError for a number that is not above 0."""
     power = 10.0 ** math.floor(math.log10(number))
     return next(part * power for part in (1, 2, 5, 10) if part * power >= number * 0.999)
 
 
-def charts(
+def make_charts(
     curves: Sequence[Curve], starts: Sequence[Start], ends: Mapping[int, str]
 ) -> list[Chart]:
-    """Return a chart of each curve, which has a point or more; [] without curves. `starts` are the
-    starts of the workers, of which the first is not marked; `ends` has the end of each attempt, in
-    words."""
+    """Return a chart of each curve, in their order; each curve has a point or more. `starts` are
+    the starts of the workers, of which all but the first are marked; `ends` has a phrase on the end
+    of each attempt, by number."""
     count = max(20, min(300, MOST_COLUMNS // max(len(curves), 1)))
-    return [_chart(curve, starts[1:], ends, count) for curve in curves]
+    return [_make_chart(curve, starts[1:], ends, count) for curve in curves]
 
 
-def _chart(curve: Curve, starts: Sequence[Start], ends: Mapping[int, str], count: int) -> Chart:
-    """Return the chart of one curve, with `count` columns at most.
-
-    `starts` are those to mark, `ends` has the end of each attempt, in words.
-    """
+def _make_chart(
+    curve: Curve, starts: Sequence[Start], ends: Mapping[int, str], count: int
+) -> Chart:
+    """Return the chart of one curve, with about `count` columns in its width. `starts` are those to
+    mark; `ends` is as in `make_charts`."""
     steps = [point.step for point in curve.points]
+    # The axis begins at zero where that is near.
     across = Scale(0.0 if min(steps) < 0.2 * max(steps) else min(steps), max(steps))
     up = _number_scale(curve)
     width = (across.high - across.low) / count
@@ -133,7 +138,7 @@ def _chart(curve: Curve, starts: Sequence[Start], ends: Mapping[int, str], count
     bad: list[float] = []
     for segment in curve.segments():
         if segment.is_finite:
-            line = columns(segment.points, width)
+            line = merge_points(segment.points, width)
             paths += _paths(line, across, up, segment.is_redone)
             points += [(column.step, measured(column.mean)) for column in line]
         else:
@@ -161,8 +166,8 @@ def _chart(curve: Curve, starts: Sequence[Start], ends: Mapping[int, str], count
 def _number_scale(curve: Curve) -> Scale:
     """Return the scale of a curve's numbers. It is logarithmic where they are above 0 and far apart
     (`LOG_RATIO`); else it begins at zero where that is near, or has some room on either side.
-    Without a finite number it goes from about 0 to 1. The speed is never logarithmic, and its scale
-    begins at zero."""
+    Without a finite number it goes from about 0 to 1. The scale of a speed is never logarithmic,
+    and begins at zero."""
     finite = curve.finite
     low, high = min(finite, default=0.0), max(finite, default=1.0)
     is_speed = curve.name == "samples_per_s"
@@ -175,34 +180,34 @@ def _number_scale(curve: Curve) -> Scale:
 
 
 def _paths(line: Sequence[Column], across: Scale, up: Scale, is_redone: bool) -> list[SvgPath]:
-    """Return the line of the means, and before it, to be drawn first, the band from the least to
-    the greatest numbers.
+    """Return the paths of a line: the band from the least to the greatest numbers, which is drawn
+    first, and the line of the means.
 
-    `line` has a column or more; `across` scales steps, `up` numbers. There is no band where all
-    columns are of one number, and for steps that were redone (`is_redone`).
+    `line` has a column or more; `across` scales steps, `up` numbers. There is no band where each
+    column has a single number, and for steps that were done again later (`is_redone`).
     """
 
-    def place(step: float, number: float) -> str:
-        """Return a step and a number as coordinates in the plot."""
+    def coordinates(step: float, number: float) -> str:
+        """Return the place of a step and a number in the plot, ``X Y`` from the upper left."""
         return f"{WIDTH * across(step):.0f} {HEIGHT * (1 - up(number)):.0f}"
 
-    d = "M" + "L".join(place(column.step, column.mean) for column in line)
+    d = "M" + "L".join(coordinates(column.step, column.mean) for column in line)
     if len(line) == 1:
-        d += "h0"  # a point alone shows as a dot
+        d += "h0"  # a line without length, by which a single point shows as a dot
     paths = [SvgPath(d, "redone" if is_redone else "line")]
     if any(column.high > column.low for column in line) and not is_redone:
-        edge = [place(column.step, column.high) for column in line]
-        edge += [place(column.step, column.low) for column in reversed(line)]
+        edge = [coordinates(column.step, column.high) for column in line]
+        edge += [coordinates(column.step, column.low) for column in reversed(line)]
         paths.insert(0, SvgPath(f"M{'L'.join(edge)}z", "band"))
     return paths
 
 
 def _marks(starts: Sequence[Start], ends: Mapping[int, str], across: Scale) -> list[Label]:
-    """Return a mark for each start, with the attempt's number as its text, or ``↻`` for a restart
-    within an attempt; '' where the text would overlap one that is shown. `ends` has the end of each
-    attempt, in words; `across` scales steps."""
+    """Return a mark for each start. Its text is the attempt's number, or ``↻`` for a restart within
+    an attempt; '' where the text would overlap the text of an earlier mark. `ends` is as in
+    `make_charts`; `across` scales steps."""
     marks: list[Label] = []
-    texts_at: list[float] = []
+    texts_at: list[float] = []  # the places of the marks with a text
     for start in starts:
         at = round(100 * across(start.step), 2)
         title = f"attempt {start.attempt}, from step {start.step:.0f}"

@@ -13,12 +13,12 @@ from hpc_ddp.core.journal.events import FirstStep, JournalEvent, MetricsLine, Tr
 from hpc_ddp.core.journal.fields import to_number
 from hpc_ddp.core.journal.journal import by_start
 
-LARGEST_DRAWN = 1e300  # larger values are drawn like infinity
+LARGEST_DRAWN = 1e300  # larger numbers are drawn like infinity
 _NO_METRICS = ("step", "total_steps", "epoch")
 
 
 class Point(NamedTuple):
-    """A measured value; `start` counts the starts of the workers over all attempts."""
+    """A measured number; `start` is the index of the start of the workers, over all attempts."""
 
     step: float
     number: float
@@ -26,11 +26,13 @@ class Point(NamedTuple):
 
     @property
     def is_finite(self) -> bool:
+        """Whether the number can be drawn: it is not NaN, infinite, or too large."""
         return abs(self.number) < LARGEST_DRAWN  # also False for NaN
 
 
 class Column(NamedTuple):
-    """Neighbouring points as one: their last step, and their least, mean and greatest number."""
+    """Neighbouring points, drawn as one: their last step, and their least, mean and greatest
+    number."""
 
     step: float
     low: float
@@ -39,8 +41,8 @@ class Column(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """Points to be drawn as one line. `is_finite`: none of them is NaN or infinite. `is_redone`: a
-    later start has done these steps again."""
+    """Points to be drawn as one line. `is_finite`: all of them are finite (`Point.is_finite`), else
+    none is. `is_redone`: a later start has done these steps again."""
 
     points: Sequence[Point]
     is_finite: bool
@@ -48,8 +50,8 @@ class Segment(NamedTuple):
 
 
 class Start(NamedTuple):
-    """A start of the workers, which begins behind `step`; `is_restart`: it is not the first one of
-    its attempt."""
+    """A start of the workers; `step` is the last step before it. `is_restart`: it is not the first
+    start of its attempt."""
 
     attempt: int
     step: float
@@ -69,48 +71,52 @@ class Curve:
         return [number for _, number, _ in self.points if abs(number) < LARGEST_DRAWN]
 
     def segments(self) -> Iterator[Segment]:
-        """Yield the curve's points in order, cut where a start begins, where steps begin to be done
-        again by a later start, and where numbers become finite or cease to be; nothing without
-        points."""
+        """Yield the curve's points as segments, in order. A segment ends where a start of the
+        workers begins, at the first step that a later start has done again, and where numbers
+        become finite or cease to be."""
         starts = [list(group) for _, group in groupby(self.points, key=itemgetter(2))]
         first_step = math.inf  # of all later starts
-        redone_from: list[float] = []
+        redone_from: list[float] = []  # of each start, the first step that was done again
         for points in reversed(starts):
             redone_from.insert(0, first_step)
             first_step = min(first_step, *map(itemgetter(0), points))
         for points, redone_step in zip(starts, redone_from, strict=True):
-            yield from _segments_of(points, redone_step)
+            yield from _segments_of_start(points, redone_step)
 
 
-def _segments_of(points: Sequence[Point], redone_from: float) -> Iterator[Segment]:
-    """Yield the points of one start, cut where they become finite or cease to be, and at the step
-    `redone_from`: from there on a later start has done the steps again."""
+def _segments_of_start(points: Sequence[Point], redone_from: float) -> Iterator[Segment]:
+    """Yield the points of one start, one or more, as segments: cut where they become finite or
+    cease to be, and at the step `redone_from`, from which on a later start has done the steps
+    again."""
+    # The fast way for most of 100,000 points: Point.is_finite of all, without a loop in Python.
     is_finite = all(map(LARGEST_DRAWN.__gt__, map(abs, map(itemgetter(1), points))))
-    if is_finite and max(map(itemgetter(0), points)) < redone_from:  # as most of 100,000 are
-        yield Segment(points, True, False)
+    if is_finite and max(map(itemgetter(0), points)) < redone_from:
+        yield Segment(points, is_finite=True, is_redone=False)
         return
 
-    def key(point: Point) -> tuple[bool, bool]:
+    def kind_of(point: Point) -> tuple[bool, bool]:
+        """Return whether a point is finite, and whether its step was done again."""
         return point.is_finite, point.step >= redone_from
 
-    for (is_finite, is_redone), group in groupby(points, key=key):
+    for (is_finite, is_redone), group in groupby(points, key=kind_of):
         yield Segment(list(group), is_finite, is_redone)
 
 
-def columns(points: Sequence[Point], width: float) -> list[Column]:
-    """Return the points of a line drawn together in columns of a picture, in the points' order; []
-    without points. Only neighbours in `points` share a column; `width` is that of a column in
+def merge_points(points: Sequence[Point], width: float) -> list[Column]:
+    """Return the points of a line merged into columns of a picture, in the points' order; []
+    without points. Only neighbours in `points` share a column; `width` is a column's width in
     steps, above 0."""
-    result = []
+    columns = []
     for _, group in groupby(points, key=lambda point: int(point.step / width)):
         steps, numbers, _ = zip(*group, strict=True)
-        result.append(Column(steps[-1], min(numbers), sum(numbers) / len(numbers), max(numbers)))
-    return result
+        columns.append(Column(steps[-1], min(numbers), sum(numbers) / len(numbers), max(numbers)))
+    return columns
 
 
 def curves_of(events: Sequence[JournalEvent]) -> dict[str, Curve]:
-    """Return a run's metrics by name, each with a point or more; the loss first, the speed last. {}
-    without any. Steps and epochs, and values that are no numbers, are left out."""
+    """Return a run's metrics as curves, by name, each with a point or more: the loss first, the
+    speed last. Steps and epochs, and values that are no numbers, are left out. `events` are the
+    run's journal."""
     curves: dict[str, Curve] = {}
     for index, start in enumerate(by_start(events)):
         for event in start:
@@ -128,14 +134,14 @@ def curves_of(events: Sequence[JournalEvent]) -> dict[str, Curve]:
 
 
 def starts_of(events: Sequence[JournalEvent]) -> list[Start]:
-    """Return the starts of the workers that reached their training loop, in order, each with the
-    last step before it; [] without any. The first such start of an attempt is no restart."""
+    """Return the starts of the workers that reached their training loop, in order, by the run's
+    journal. The first such start of an attempt is no restart."""
     starts: list[Start] = []
     for start in by_start(events):
-        trained = [e for e in start if isinstance(e, (TrainingBegun, FirstStep, MetricsLine))]
-        if trained:
-            first = trained[0]
-            # The others are written after their step.
+        in_loop = [e for e in start if isinstance(e, (TrainingBegun, FirstStep, MetricsLine))]
+        if in_loop:
+            first = in_loop[0]
+            # TrainingBegun has the step before the loop; the other two are written after theirs.
             step = first.step if isinstance(first, TrainingBegun) else first.step - 1
             is_restart = bool(starts) and starts[-1].attempt == first.attempt
             starts.append(Start(first.attempt, step, is_restart))

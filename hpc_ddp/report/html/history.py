@@ -31,12 +31,14 @@ from hpc_ddp.report.explain.facts import RunFacts, gather
 from hpc_ddp.report.status.run_status import Status, summarize
 from hpc_ddp.report.status.state import RunState
 
+# The sign of an attempt's end, by its cause or state; others have ✕.
 _SIGNS = {"preempted": "▼", "time limit": "▼", "notice": "▼", "finished": "✓", "cancelled": "⏹"}
 
 
 @dataclass(frozen=True)
 class RunHistory:
-    """A run, read once; `pieces` is its wall time, cut into the parts of the goodput."""
+    """A run, read once; `pieces` are the intervals of its wall time, in order, with the part of the
+    goodput that each belongs to."""
 
     run: RunFolder
     facts: RunFacts
@@ -51,17 +53,19 @@ class RunHistory:
 
     @property
     def begin(self) -> float:
-        """The begin of the wall time, in unix seconds; without wall time when the run was read."""
+        """The begin of the wall time, in unix seconds; without wall time the time at which the run
+        was read."""
         return self.pieces[0].begin if self.pieces else self.facts.now
 
     @property
     def end(self) -> float:
-        """The end of the wall time, in unix seconds; without wall time when the run was read."""
+        """The end of the wall time, in unix seconds; without wall time the time at which the run
+        was read."""
         return self.pieces[-1].end if self.pieces else self.facts.now
 
     @cached_property
     def seconds(self) -> dict[str, float]:
-        """The wall time by the parts of the goodput."""
+        """The seconds of the wall time by the parts of the goodput."""
         return goodput.seconds_of(self.pieces)
 
 
@@ -80,9 +84,9 @@ def read_run(run: RunFolder) -> RunHistory:
 def attempt_rows(history: RunHistory) -> list[dict[str, Any]]:
     """Return a row for each attempt, in order; [] before the first.
 
-    A row has by name: ``number``; ``begin`` in unix seconds, and ``began``, the same as text; as
-    text ``waited``, the time since the end of the attempt before, and ``lasted``; ``nodes``, and
-    ``place``, which names them in a few words; as text ``steps``, ``end`` and its ``sign``.
+    A row has by name: ``number``; ``begin`` in unix seconds; ``nodes``, a list; and as text
+    ``began`` (the begin), ``waited`` (since the end of the attempt before), ``lasted``, ``place``
+    (a few words for the nodes), ``steps``, ``end`` (its reason), and the ``sign`` of the end.
     """
     rows = []
     end_before = history.begin
@@ -94,7 +98,7 @@ def attempt_rows(history: RunHistory) -> list[dict[str, Any]]:
             {
                 "number": attempt,
                 "begin": begin,
-                "began": clock(begin),
+                "began": format_time(begin),
                 "waited": duration(max(0.0, begin - end_before)),
                 "lasted": duration(max(0.0, end - begin)),
                 "nodes": nodes,
@@ -111,7 +115,7 @@ def attempt_rows(history: RunHistory) -> list[dict[str, Any]]:
 def _bounds(
     history: RunHistory, attempt: int, events: Sequence[JournalEvent]
 ) -> tuple[float, float]:
-    """Return begin and end of an attempt, in unix seconds, by its events, one or more. An attempt
+    """Return begin and end of an attempt, in unix seconds, by its `events`, one or more. An attempt
     that is at work ends with the run's wall time."""
     times = [event.time for event in events]
     workers = [event.began for event in events if isinstance(event, WorkerStarted)]
@@ -132,8 +136,9 @@ def _steps(events: Sequence[JournalEvent]) -> str:
 
 
 def _end_of(history: RunHistory, attempt: int, events: Sequence[JournalEvent]) -> tuple[str, str]:
-    """Return the reason of an attempt's end in words, and a sign for it; ``goes on`` and ``▶`` for
-    an attempt that is at work."""
+    """Return the reason of an attempt's end as text, and a sign for it; ``goes on`` and ``▶`` for
+    an attempt that is at work. The reason comes from the attempt's verdict, else, for the newest
+    attempt, from the run's status, else from the last of its events that tells of an end."""
     status = history.status
     if verdict := last_event(events, VerdictGiven):
         return verdict.why or verdict.cause, _SIGNS.get(verdict.cause, "✕")
@@ -159,22 +164,22 @@ def nodes_of(events: Sequence[JournalEvent]) -> list[str]:
     return []
 
 
-def clock(unix_s: float) -> str:
-    """Return a time for people, ``Mon 23 Nov 03:08:30``; ``–`` for no possible time."""
+def format_time(unix_s: float) -> str:
+    """Return a time as text, ``Mon 23 Nov 03:08:30``; ``–`` for an impossible time."""
     try:
         return time.strftime("%a %d %b %H:%M:%S", time.localtime(unix_s))
     except (OverflowError, ValueError, OSError):  # a damaged journal
         return "–"
 
 
-def strip(history: RunHistory, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the strip that shows the run's time, by name: ``spans``, each a ``part`` with its
-    ``width`` and a ``title``; ``begins``, (place, number) of each attempt; and ``begin`` and
-    ``end`` of the wall time as text. Widths and places are percent of the wall time. {} without
+def make_strip(history: RunHistory, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the strip that shows the run's wall time, by name: ``spans``, each with its ``part``,
+    its ``width`` and a ``title``; ``begins``, (place, number) of the attempts; and ``begin`` and
+    ``end`` of the wall time as text. Widths and places are in percent of the wall time. {} without
     wall time.
 
-    `rows` are those of `attempt_rows`. A part that is too short to be seen is added to the one
-    before, and of attempts whose numbers would overlap the later one is left out.
+    `rows` are those of `attempt_rows`. A span that is too short to be seen is added to the span
+    before it. An attempt whose number would overlap that of an earlier one is left out.
     """
     wall_s = history.end - history.begin
     if wall_s <= 0:
@@ -196,5 +201,5 @@ def strip(history: RunHistory, rows: Sequence[Mapping[str, Any]]) -> dict[str, A
         at = 100 * (row["begin"] - history.begin) / wall_s
         if not begins or at - begins[-1][0] > 2.5:  # as wide as a number
             begins.append((at, row["number"]))
-    times = {"begin": clock(history.begin), "end": clock(history.end)}
+    times = {"begin": format_time(history.begin), "end": format_time(history.end)}
     return {"spans": spans, "begins": begins, **times}

@@ -21,16 +21,16 @@ from hpc_ddp.core.journal.events import RankFailed
 from hpc_ddp.core.journal.fields import to_number
 from hpc_ddp.core.journal.journal import node_seconds
 from hpc_ddp.core.run_folder import RunFolder
-from hpc_ddp.report.html.charts import charts
+from hpc_ddp.report.html.charts import make_charts
 from hpc_ddp.report.html.curves import Curve, curves_of, starts_of
-from hpc_ddp.report.html.history import RunHistory, attempt_rows, nodes_of, read_run, strip
+from hpc_ddp.report.html.history import RunHistory, attempt_rows, make_strip, nodes_of, read_run
 from hpc_ddp.report.status.state import RunState, spec_of
 
 MOST_CHARTS = 24
 MOST_ATTEMPTS = 200
 _LOG_CHARACTERS = 12_000
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f]")
-# The sign and the colour beside a state.
+# The sign beside a state, and the class of its colour.
 _LOOKS = {
     RunState.FINISHED: ("✓", "good"),
     RunState.WAITING: ("…", "calm"),
@@ -41,9 +41,9 @@ _LOOKS = {
 _WORKING, _BAD = ("▶", "busy"), ("✕", "bad")
 
 
-def render(run: RunFolder, templates: Path) -> str:
+def render_page(run: RunFolder, templates: Path) -> str:
     """Read a run, query Slurm, and return the run's page as HTML; `templates` is the folder of the
-    template. Without a job.json that can be read the page lacks what is of the job.
+    template. Without a job.json that can be read the page lacks GPU hours and settings.
 
     Raises
     ------
@@ -71,8 +71,9 @@ def render(run: RunFolder, templates: Path) -> str:
 
 
 def _sections(history: RunHistory, spec: JobSpec | None) -> dict[str, Any]:
-    """Return the values of the template, by name; `spec` None: the GPU hours are left out. The page
-    has the first `MOST_CHARTS` metrics, and the last `MOST_ATTEMPTS` attempts."""
+    """Return the values of the template, by name, with charts of the first `MOST_CHARTS` metrics,
+    and the last `MOST_ATTEMPTS` attempts. `spec` is the job (None: not known; GPU hours are left
+    out)."""
     rows = attempt_rows(history)
     curves = curves_of(history.facts.events)
     ends = {row["number"]: row["end"] for row in rows}
@@ -87,9 +88,9 @@ def _sections(history: RunHistory, spec: JobSpec | None) -> dict[str, Any]:
         "look": look,
         "tiles": _tiles(history, spec, curves),
         "failure": _failure(history),
-        "charts": charts(list(curves.values())[:MOST_CHARTS], starts, ends),
+        "charts": make_charts(list(curves.values())[:MOST_CHARTS], starts, ends),
         "left_out": list(curves)[MOST_CHARTS:],
-        "strip": strip(history, rows),
+        "strip": make_strip(history, rows),
         "parts": _parts(history.seconds),
         "attempts": rows[-MOST_ATTEMPTS:],
         "settings": _settings(history),
@@ -99,9 +100,10 @@ def _sections(history: RunHistory, spec: JobSpec | None) -> dict[str, Any]:
 def _tiles(
     history: RunHistory, spec: JobSpec | None, curves: Mapping[str, Curve]
 ) -> list[tuple[str, str, str]]:
-    """Return the figures at the top of the page: name, figure, and an addition to it ('' without
-    one), all as text. Unknown figures are left out; but a result that is no number, and the lowest
-    loss where none is finite, are ``–``. `spec` None: the GPU hours are left out as well."""
+    """Return the figures at the top of the page, each as three texts: name, figure, and an addition
+    to the figure ('' without one). Unknown figures are left out; but a result that is no number,
+    and the lowest loss where none is finite, are ``–``. Without `spec` (None) GPU hours are left
+    out."""
     status, tiles = history.status, []
     if status.step is not None:
         total = f"of {status.total_steps:,}" if status.total_steps else ""
@@ -127,29 +129,29 @@ def _tiles(
 
 
 def _failure(history: RunHistory) -> dict[str, Any]:
-    """Return the failure that ended the newest attempt: rank, node, error, traceback, log, and the
-    attempt's number, by name; {} without a failure. An unknown entry is '' or None.
+    """Return the failure that ended the newest attempt, by name: rank, node, error, traceback, log,
+    and the attempt's number; {} without a failure. An unknown entry is '' or None.
 
-    Where the failed rank has journaled nothing, another rank's traceback stands for it.
+    Where the failed rank has journaled no failure, another rank's error and traceback stand for it.
     """
     facts, failure = history.facts, history.facts.failure
     if failure is None:
         return {}
     events = facts.select(RankFailed, attempt=facts.newest)
-    events.sort(key=lambda event: event.rank != failure.rank)
+    events.sort(key=lambda event: event.rank != failure.rank)  # the failed rank's come first
     return {
         "rank": failure.rank,
         "node": failure.node,
         "error": failure.error or (events[0].error if events else ""),
-        "traceback": _clean(events[0].traceback if events else ""),
-        "log": _clean(facts.rank_log[-_LOG_CHARACTERS:]),
+        "traceback": _strip_controls(events[0].traceback if events else ""),
+        "log": _strip_controls(facts.rank_log[-_LOG_CHARACTERS:]),
         "attempt": facts.newest,
     }
 
 
 def _parts(seconds: Mapping[str, float]) -> list[dict[str, Any]]:
-    """Return the parts of the wall time that are 0.05 s or longer, each with its ``name``, its
-    ``time`` and ``share`` as text, and its ``meaning``; [] without wall time. `seconds` is by
+    """Return a row for each part of the wall time of 0.05 s or more: its ``name``, its ``time`` and
+    ``share`` as text, and its ``meaning``; [] without wall time. `seconds` is the wall time by
     part."""
     wall_s = sum(seconds.values())
     return [
@@ -165,8 +167,8 @@ def _parts(seconds: Mapping[str, float]) -> list[dict[str, Any]]:
 
 
 def _settings(history: RunHistory) -> list[tuple[str, str]]:
-    """Return the rows of the page's settings, as name and text: the command, the settings of the
-    job that are not the defaults (and ``nodes``), the hosts, and the run's folder. Without a
+    """Return the rows of the page's settings, (name, text) each: the command, the job's settings
+    that are not the defaults (``nodes`` always), the hosts, and the run's folder. Without a
     job.json the first two are left out, and the hosts where no node is known."""
     spec = history.facts.spec
     defaults = {f.name: f.default for f in fields(JobSpec) if f.default is not MISSING}
@@ -187,8 +189,8 @@ def _settings(history: RunHistory) -> list[tuple[str, str]]:
 
 
 def _as_text(setting: Any) -> str:
-    """Return the value of a setting as text: the entries of a table or list on a line each, those
-    of a list as `str` writes them, and ``yes`` or ``no`` for a flag."""
+    """Return the value of a setting as text: each entry of a table (``NAME=TEXT``) or list on a
+    line of its own, and ``yes`` or ``no`` for a flag."""
     if isinstance(setting, dict):
         return "\n".join(f"{name}={_as_text(entry)}" for name, entry in setting.items())
     if isinstance(setting, list):
@@ -198,7 +200,7 @@ def _as_text(setting: Any) -> str:
     return str(setting)
 
 
-def _clean(text: str) -> str:
-    """Return a text without colours and other control characters but tabs and line breaks; a
+def _strip_controls(text: str) -> str:
+    """Return a text without colours and other control characters; tabs and line breaks stay, and a
     carriage return becomes a line break."""
     return _CONTROL.sub("", text.replace("\r\n", "\n").replace("\r", "\n"))

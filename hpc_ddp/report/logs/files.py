@@ -16,22 +16,21 @@ from hpc_ddp.core.journal.journal import read_briefly
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.report.explain.facts import is_standalone
 
-CHUNK_BYTES, LEAST_CHUNK_BYTES = 1 << 20, 1 << 15  # read of a log at once
-MERGED_BYTES = 1 << 25  # of all logs that are merged: there may be thousands, each with a chunk
+CHUNK_BYTES, LEAST_CHUNK_BYTES = 1 << 20, 1 << 15  # so many bytes of a log are read at once
+MERGED_BYTES = 1 << 25  # of all logs that are merged together: there may be thousands
 
 
 @dataclass(frozen=True)
 class LogQuery:
-    """The lines to show. With `rank` they are that rank's, with `job` the job's own output, else
-    those of all ranks, merged. With `attempt` the lines of that attempt count, with None those of
-    all.
+    """The lines to show: those of `rank`, with `job` those of the job's own output, else those of
+    all ranks, merged. They are of `attempt`, or (None) of all attempts.
 
     Merged lines are tidied, unless `raw`: noise is left out and equal lines are folded.
 
     Raises
     ------
     UsageError
-        `job` with a rank or an attempt
+        `job` together with a rank or an attempt
     """
 
     rank: int | None = None
@@ -47,18 +46,19 @@ class LogQuery:
             )
 
 
-def log_files(run: RunFolder, rank: int | None, attempt: int | None) -> list[Path]:
-    """Return the files of the job's own output, or of a rank, oldest attempt first.
+def find_log_files(run: RunFolder, rank: int | None, attempt: int | None) -> list[Path]:
+    """Return the files of the job's own output, or the logs of a rank, oldest attempt first.
 
-    With neither `rank` nor `attempt` the files are the job's output, which has the launcher's lines
-    and rank 0's over all attempts. Where the job has none, and for an `attempt` without a `rank`,
-    the files are rank 0's. [] for a rank before the first attempt.
+    With neither `rank` nor `attempt` (both None) the files are the job's output, which has the
+    launcher's lines and rank 0's over all attempts. Where the job has none, and for an `attempt`
+    without a `rank`, they are rank 0's logs. [] for a rank before the first attempt.
 
     Raises
     ------
     UsageError
-        no such rank or attempt (the message lists the existing ones), a rank of a whole array,
-        nothing printed yet, or a script that was started by hand, whose output went to its terminal
+        the run has no such rank or attempt (the message lists the existing ones), is an array and
+        `rank` is given, has printed nothing yet, or was started by hand, so that its output went to
+        its terminal
     OSError
         the run's folder, one of an attempt, or the journal can't be read
     """
@@ -77,7 +77,7 @@ def log_files(run: RunFolder, rank: int | None, attempt: int | None) -> list[Pat
         raise UsageError(
             f"run {run.path} has printed nothing yet", hint=f"hpc-ddp explain {run.quoted}"
         )
-    if paths := rank_logs(run, rank or 0, attempt):
+    if paths := find_rank_logs(run, rank or 0, attempt):
         return paths
     check_keeps_output(run)
     ranks = {p.stem.removeprefix("rank-") for p in run.logs.glob("attempt-*/*/rank-*.log")}
@@ -90,9 +90,9 @@ def log_files(run: RunFolder, rank: int | None, attempt: int | None) -> list[Pat
     )
 
 
-def rank_logs(run: RunFolder, rank: int, attempt: int | None) -> list[Path]:
-    """Return the logs of a rank, oldest attempt first: of one attempt, or (None) of all. Raise
-    OSError where a folder can't be read."""
+def find_rank_logs(run: RunFolder, rank: int, attempt: int | None) -> list[Path]:
+    """Return the paths of a rank's logs, oldest attempt first: of one attempt, or (None) of all.
+    Raise OSError where a folder can't be read."""
     nodes = [n for a in run.attempts() if attempt in (None, a.number) for n in a.nodes()]
     return [path for node in nodes if (path := node.rank_log(rank)).exists()]
 
@@ -107,25 +107,24 @@ def check_keeps_output(run: RunFolder) -> None:
         )
 
 
-def chunk_for(count: int) -> int:
+def chunk_bytes(count: int) -> int:
     """Return how many bytes to read at once of each of `count` logs that are merged."""
     return min(CHUNK_BYTES, max(LEAST_CHUNK_BYTES, MERGED_BYTES // max(count, 1)))
 
 
 class Cut(NamedTuple):
-    """A size in bytes that a log had: no block of lines goes beyond it. With `is_alone` no other
-    log grew within seconds of the lines between the cut before and this one."""
+    """A size in bytes that a log had at some time: a block of lines ends there at the latest. With
+    `is_alone` no other log has grown within seconds of the lines between the cut before this one
+    and this cut."""
 
     size: int
     is_alone: bool
 
 
 class Block(NamedTuple):
-    """Lines of a log that were printed together; `time`, in unix seconds, is that of the first
-    line. With `is_alone` no other log grew within seconds.
-
-    The last line may lack its line break.
-    """
+    """Lines of a log that were printed together; `time` is that of the first line, in unix seconds.
+    With `is_alone` no other log has grown within seconds of it. The last line may lack its line
+    break."""
 
     time: float
     text: bytes
@@ -136,8 +135,8 @@ class LogFile:
     """A growing file, read by whole lines.
 
     `position` is the number of bytes that were read. `times` (unix seconds) and `sizes` (bytes) are
-    the supervisor's notes of the file's size over time; both rise. With `tidy`, only the last state
-    of a progress bar is a line.
+    the supervisor's notes of the file's size over time, in ascending order; the owner of the object
+    adds them. With `tidy` a progress bar counts as one line, with its last state.
     """
 
     __slots__ = ("_tidy", "path", "position", "sizes", "times")
@@ -153,17 +152,17 @@ class LogFile:
         file. True without notes."""
         return not self.sizes or self.sizes[-1] > self.position
 
-    def new_text(
+    def read_new_text(
         self, is_last: bool, content: bytes | None = None, size: int = CHUNK_BYTES
     ) -> Iterator[bytes]:
-        """Yield the new lines, several in one text; the next call begins behind the last one. A
-        line without its line break is yielded only if `is_last`. A file that can't be read has no
-        lines.
+        """Yield the new lines as texts of one or more lines; the next call begins behind the last
+        one. A line without its line break is yielded only if `is_last`. A file that can't be read
+        has no lines.
 
         `content` is the whole content of the file; where it is None the file is read, `size` bytes
         at once.
         """
-        partial = b""
+        partial = b""  # the beginning of a line, whose end is not read yet
         while True:
             chunk = self._read(self.position + len(partial), content, size)
             if chunk is None:
@@ -176,10 +175,10 @@ class LogFile:
                 partial = chunk[end:]
             else:
                 partial += chunk
-            if self._tidy and b"\r" in partial:
-                drawn = _last_drawn(partial)
-                self.position += len(partial) - len(drawn)
-                partial = drawn
+            if self._tidy and b"\r" in partial:  # a bar that is drawn anew: earlier states go
+                bar = _last_state(partial)
+                self.position += len(partial) - len(bar)
+                partial = bar
             if not chunk:
                 break
         if partial and is_last:
@@ -187,7 +186,7 @@ class LogFile:
             yield partial
 
     def _read(self, position: int, content: bytes | None, size: int) -> bytes | None:
-        """Return what follows a position of the file: the rest of `content`, or for None at most
+        """Return the bytes behind a position of the file: the rest of `content`, or (None) at most
         `size` bytes from the disk; None where the file can't be read."""
         if content is not None:
             return content[position:]
@@ -198,43 +197,44 @@ class LogFile:
         except OSError:
             return None
 
-    def new_blocks(
+    def read_new_blocks(
         self,
         is_last: bool,
         cuts: Sequence[Cut],
         content: bytes | None = None,
         size: int = CHUNK_BYTES,
     ) -> Iterator[Block]:
-        """Yield the new lines in blocks: a block ends at the last line break before each of the
-        `cuts`, whose sizes rise. `is_last`, `content` and `size` are as in `new_text`."""
-        next_cut = 0
-        for text in self.new_text(is_last, content, size):
-            begin, at = self.position - len(text), 0
+        """Yield the new lines in blocks: one ends at the last line break before each of the `cuts`,
+        whose sizes ascend, and at the end of each text of `read_new_text`. `is_last`, `content` and
+        `size` are as there."""
+        next_cut = 0  # an index of `cuts`
+        for text in self.read_new_text(is_last, content, size):
+            text_begin, at = self.position - len(text), 0  # in the file; in the text
             while at < len(text):
-                while next_cut < len(cuts) and cuts[next_cut].size <= begin + at:
+                while next_cut < len(cuts) and cuts[next_cut].size <= text_begin + at:
                     next_cut += 1
                 end, is_alone = len(text), False
                 if next_cut < len(cuts):
                     cut, is_alone = cuts[next_cut]
-                    if cut < begin + end:
-                        end = text.rfind(b"\n", at, cut - begin) + 1
+                    if cut < text_begin + end:
+                        end = text.rfind(b"\n", at, cut - text_begin) + 1  # 0 without a line break
                         next_cut += 1
                 if end > at:
-                    first = text.find(b"\n", at, end) + 1 or end
-                    seconds = self._time_of(begin + first)
-                    yield Block(seconds, self._drawn(text[at:end]), is_alone)
+                    first_line_end = text.find(b"\n", at, end) + 1 or end
+                    seconds = self._time_of(text_begin + first_line_end)
+                    yield Block(seconds, self._tidied(text[at:end]), is_alone)
                     at = end
 
-    def _drawn(self, text: bytes) -> bytes:
-        """Return lines with the last state of each progress bar; as they are unless `tidy`."""
+    def _tidied(self, text: bytes) -> bytes:
+        """Return lines with the last state of each progress bar alone; unchanged unless `tidy`."""
         if not self._tidy or b"\r" not in text:
             return text
-        return b"\n".join(map(_last_drawn, text.split(b"\n")))
+        return b"\n".join(map(_last_state, text.split(b"\n")))
 
     def _time_of(self, size: int) -> float:
         """Return the time (unix seconds) of the first note by which the file had `size` bytes. For
-        a size beyond the notes return the time of the file's last change, but no time before the
-        last note; or the present time where the file can't be looked at."""
+        a size beyond the notes return the time of the file's last change, or that of the last note
+        if it is later; the present time where the file can't be looked at."""
         index = bisect_left(self.sizes, size)
         if index < len(self.times):
             return self.times[index]
@@ -243,7 +243,8 @@ class LogFile:
         return time.time()
 
 
-def _last_drawn(line: bytes) -> bytes:
-    """Return the last state of a progress bar in a line: all behind its last carriage return."""
+def _last_state(line: bytes) -> bytes:
+    """Return the last state of a progress bar in a line: all behind the last carriage return with
+    text behind it."""
     bar = line.rstrip(b"\r")
     return line[bar.rfind(b"\r") + 1 :]

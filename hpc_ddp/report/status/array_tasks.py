@@ -1,4 +1,4 @@
-"""The tasks of an array side by side: parameters, progress, results."""
+"""The tasks of an array in a table, and the ranking of a sweep's trials."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hpc_ddp.report.status.run_status import Status, status_of
 from hpc_ddp.report.status.state import RunState, state_of_job
 from hpc_ddp.report.tables import align_columns
 
-# Names of results that are better the lower they are.
+# In names of metrics of which lower values are better.
 _LOWER = re.compile(r"loss|error|perplexity|ppl|nll|mse|mae|bpb|\b[cw]er\b|seconds", re.I)
 
 
@@ -33,11 +33,11 @@ class Task:
     Attributes
     ----------
     trial
-        its values of the sweep's parameters, by name; empty for an array that is no sweep
+        the task's values of the sweep's parameters, by name; empty for an array that is no sweep
     best
-        the best value that its script passed to ``run.best``; None without one
+        the best value that the script passed to ``run.best``; None without one
     status
-        None for a task that has not begun
+        the status of the task's run; None for a task that has not begun
     is_higher_better
         whether greater values of `best` are better
     """
@@ -51,7 +51,8 @@ class Task:
 
     @property
     def results(self) -> Mapping[str, float | None]:
-        """The results that its script passed to ``run.finish``."""
+        """The results that the script passed to ``run.finish``, by name; None for a result that is
+        no number."""
         return self.status.results if self.status else {}
 
     def to_dict(self) -> dict[str, Any]:
@@ -62,12 +63,12 @@ class Task:
         return {**status, **task, "best": self.best}
 
 
-def tasks(run: RunFolder, queue: Queue) -> list[Task]:
-    """Return all tasks of an array in the order of their indexes; [] for a run that is none, also
-    for a task.
+def read_tasks(run: RunFolder, queue: Queue) -> list[Task]:
+    """Return all tasks of an array in the order of their indexes; [] for a run that is no array,
+    and for a task.
 
-    `queue` has the user's jobs in Slurm. Raise UsageError for a broken job.json, of any run, and
-    OSError where it, a journal or a folder of checkpoints can't be read.
+    `queue` has the user's jobs in Slurm. Raise UsageError for a broken job.json, and OSError where
+    job.json, a journal or a folder of checkpoints can't be read.
     """
     spec = JobSpec.from_json(read_text(run.job_json))
     if not spec.array or run.is_task:
@@ -76,27 +77,29 @@ def tasks(run: RunFolder, queue: Queue) -> list[Task]:
     jobs = [queue.find(job, run) for job in run.jobs(run.events())]
     waits = any(job and state_of_job(job.state) is RunState.WAITING for job in jobs)
     return [
-        _task(index, spec.trials[index] if spec.trials else {}, folders.get(index), queue, waits)
+        _read_task(
+            index, spec.trials[index] if spec.trials else {}, folders.get(index), queue, waits
+        )
         for index in spec.indexes(folders)
     ]
 
 
-def _task(
+def _read_task(
     index: int, trial: Mapping[str, str], run: RunFolder | None, queue: Queue, waits: bool
 ) -> Task:
-    """Return one task of an array. Raise OSError where the task's journal or folder of checkpoints
-    can't be read.
+    """Return the task of an array with this `index` and `trial`. Raise OSError where the task's
+    journal or folder of checkpoints can't be read.
 
-    `trial` has its values of the sweep's parameters, `run` is its folder (None: not begun), and
-    `queue` has the user's jobs in Slurm. `waits` says that a job of the array waits in Slurm: then
-    a task waits, too, that has not begun, or not since it was submitted again.
+    `run` is the task's folder (None: it has not begun), and `queue` has the user's jobs in Slurm.
+    `waits`: a job of the array waits in Slurm. Then a task waits, too, if it has not begun at all,
+    or not since it was submitted again.
     """
     status = status_of(run, queue) if run else None
     if run is None or status is None or status.state is RunState.RENDERED:
         state = RunState.WAITING if waits else RunState.NOT_BEGUN
         return Task(index, trial, state, None, None)
     state = RunState.WAITING if waits and _is_resubmitted(run) else status.state
-    best = _best(run)
+    best = _read_best(run)
     is_higher_better = bool(best.get("higher", True))
     return Task(index, trial, state, to_number(best.get("value")), status, is_higher_better)
 
@@ -108,10 +111,10 @@ def _is_resubmitted(run: RunFolder) -> bool:
     return submitted is not None and submitted.first_attempt == run.next_attempt()
 
 
-def _best(run: RunFolder) -> Mapping[str, Any]:
-    """Return the value of ``run.best`` in the newest checkpoint whose manifest can be read, as
-    ``value`` and ``higher`` (whether greater is better); {} where it has none, or there is none.
-    Raise OSError where the folder of checkpoints can't be listed."""
+def _read_best(run: RunFolder) -> Mapping[str, Any]:
+    """Return the entry ``best`` of the newest checkpoint whose manifest can be read: ``value``, and
+    ``higher`` (whether greater is better); {} without an entry or a checkpoint. Raise OSError where
+    the folder of checkpoints can't be listed."""
     for folder in checkpoints.published(run.checkpoints):
         with suppress(OSError, ValueError):
             best: Mapping[str, Any] = checkpoints.read_manifest(folder).get("best") or {}
@@ -121,9 +124,9 @@ def _best(run: RunFolder) -> Mapping[str, Any]:
 
 @dataclass(frozen=True)
 class Ranking:
-    """The metric by which the trials of a sweep are compared, and the tasks in its order, the best
-    one first. Tasks without a value come last, by index. `metric` is ``best`` (the value of
-    ``run.best``), ``loss``, or the name of a result."""
+    """The metric by which the trials of a sweep are compared, and its `tasks`, the best one first.
+    Tasks without a number of the metric come last, in their former order. `metric` is ``best`` (the
+    value of ``run.best``), ``loss``, or the name of a result."""
 
     metric: str
     is_higher_better: bool
@@ -131,13 +134,14 @@ class Ranking:
 
     @property
     def best(self) -> Task:
-        """The first of the tasks, which has a value."""
+        """The best task, which has a number of the metric."""
         return self.tasks[0]
 
     def text(self, run: RunFolder) -> str:
-        """Return the best trial of the sweep `run` for people, and the command that repeats it."""
+        """Return the best trial of the sweep `run` as a line of text, and the command that repeats
+        it as another."""
         trial = " ".join(f"{name}={text}" for name, text in self.best.trial.items())
-        number = _short(_metric_of(self.best, self.metric))
+        number = _four_digits(_metric_of(self.best, self.metric))
         order = "highest" if self.is_higher_better else "lowest"
         metric = "value of run.best" if self.metric == "best" else self.metric
         is_over = all(task.state is RunState.FINISHED for task in self.tasks)
@@ -148,14 +152,14 @@ class Ranking:
         )
 
 
-def rank(tasks: Sequence[Task]) -> Ranking | None:
+def rank_tasks(tasks: Sequence[Task]) -> Ranking | None:
     """Return the ranking of a sweep's tasks, by the first of these metrics for which any task has a
     number: the value of ``run.best``, the first result of ``run.finish``, the loss. None where
     there is no such number, and for an array that is no sweep.
 
-    The script says which value of ``run.best`` is better. For another metric the lower value is
-    better if the metric's name is one of `_LOWER` (a loss, an error, seconds), else the greater
-    one.
+    The script decides whether a greater value of ``run.best`` is better. For another metric the
+    lower value is better if `_LOWER` is in the metric's name (loss, error, seconds …), else the
+    greater one.
     """
     names = [name for task in tasks for name in task.results]
     for metric in ("best", *names[:1], "loss"):
@@ -169,7 +173,8 @@ def rank(tasks: Sequence[Task]) -> Ranking | None:
 
 
 def _metric_of(task: Task, metric: str) -> float:
-    """Return a task's value of the metric of a `Ranking`; NaN without one."""
+    """Return a task's number of the metric of a `Ranking`; NaN without one. A result ``loss`` goes
+    before the loss of the task's status."""
     number = task.results.get(metric)
     if metric == "best":
         number = task.best
@@ -178,38 +183,39 @@ def _metric_of(task: Task, metric: str) -> float:
     return math.nan if number is None else number
 
 
-def table(tasks: Sequence[Task]) -> str:
-    """Return the tasks, one or more, as a table of index, parameters, state, attempt, step, loss,
-    best value, results and reason; columns without any value are left out, but for parameters.
-    Raise IndexError without tasks."""
+def task_table(tasks: Sequence[Task]) -> str:
+    """Return the tasks, one or more, as a table: index, parameters, state, attempt, step, loss,
+    best value, results and reason. A column in which all cells are empty is left out, unless it is
+    a parameter's. Raise IndexError without tasks."""
     parameters = list(tasks[0].trial)
     results = list(dict.fromkeys(name for task in tasks for name in task.results))
     header = ["task", *parameters, "state", "attempt", "step", "loss", "best", *results, "why"]
     rows = [_cells(task, results) for task in tasks]
-    shown = [
+    columns = [  # indexes
         i
         for i, name in enumerate(header)
         if name in parameters or any(row[i] not in (None, "") for row in rows)
     ]
-    return align_columns([header[i] for i in shown], [[row[i] for i in shown] for row in rows])
+    return align_columns([header[i] for i in columns], [[row[i] for i in columns] for row in rows])
 
 
 def _cells(task: Task, results: Sequence[str]) -> list[object]:
-    """Return the row of a task in the order of `table`'s header, with its `results` of these names;
-    None for an unknown value, '' without a reason."""
+    """Return the cells of a task in the order of `task_table`'s header; `results` are the names of
+    the columns of results. None for an unknown value, '' without a reason."""
     status = task.status
     attempt, progress, loss = None, None, None
     if status:
         attempt, progress, loss = status.attempt, status.progress, status.loss
     cells: list[object] = [task.index, *task.trial.values(), task.state, attempt, progress]
-    cells += [_short(loss), _short(task.best), *(_short(task.results.get(n)) for n in results)]
-    return [*cells, status.why if status else ""]
+    numbers = (loss, task.best, *map(task.results.get, results))
+    return [*cells, *map(_four_digits, numbers), status.why if status else ""]
 
 
-def summary(run: RunFolder, tasks: Sequence[Task]) -> str:
-    """Return a line with the number of tasks in each state, the GPU or worker hours that all tasks
-    of the array have used until their last events, and the budget, if there is one. Raise
-    UsageError for a broken job.json, and OSError where it or a journal can't be read."""
+def summarize_tasks(run: RunFolder, tasks: Sequence[Task]) -> str:
+    """Return a line of text with the number of tasks in each state, the GPU or worker hours that
+    all tasks of the array have used until their last events, and the budget, if there is one. The
+    journals are read for the hours. Raise UsageError for a broken job.json, and OSError where it or
+    a journal can't be read."""
     counts = Counter(task.state for task in tasks)
     states = ", ".join(f"{count} {state}" for state, count in counts.items())
     spec = JobSpec.from_json(read_text(run.job_json))
@@ -219,6 +225,6 @@ def summary(run: RunFolder, tasks: Sequence[Task]) -> str:
     return f"{len(tasks)} tasks: {states}; {hours:.3g}{budget} {unit} hours used"
 
 
-def _short(number: float | None) -> str | None:
-    """Return a number with four significant digits; None for None."""
+def _four_digits(number: float | None) -> str | None:
+    """Return a number as text with four significant digits; None for None."""
     return None if number is None else f"{number:.4g}"

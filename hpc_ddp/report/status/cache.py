@@ -32,15 +32,16 @@ from hpc_ddp.live_jobs import Queue
 from hpc_ddp.report.status.run_status import Status, summarize
 from hpc_ddp.report.status.state import RunState
 
-# No link: what it leads to may be another user's choice, and be changed by being opened.
+# Links are not followed: another user may have chosen a device, which the opening would change.
 OPENING = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_NOCTTY | os.O_CLOEXEC
 CACHE_FORMAT = [__version__, *(field.name for field in fields(Status))]
 
 
 class StatusCache:
-    """Reads the status of runs below `root`; `save` keeps those of ended runs for the next command.
+    """Returns the status of runs below `root` (`status_of`), and keeps that of ended runs in a file
+    for later commands (`save`).
 
-    `queue` has the user's jobs in Slurm. A cache that is damaged, another version's, another
+    `queue` has the user's jobs in Slurm. A file that is damaged, of another version, another
     user's, or open to others is not read.
     """
 
@@ -53,17 +54,16 @@ class StatusCache:
         self._changed = False
 
     def status_of(self, run: RunFolder) -> Status:
-        """Return the status of one run, from the cache or, where that is not valid, its journal.
-
-        After a read of the journal the status is put into the cache if the run has ended, else an
-        older one is removed; `save` writes the cache. Raise OSError where a journal of the run or
-        its tasks can't be read.
+        """Return the status of one run, from the cache, or, where its entry is not valid, from the
+        run's journal. After a read of the journal the entry is replaced if the run has ended, else
+        removed; `save` writes the file. Raise OSError where a journal of the run or its tasks can't
+        be read.
         """
         files, name = _fingerprint(run), str(run.path)
         entry = self._entries.get(name, {})
-        with suppress(KeyError, TypeError, AttributeError, ValueError):  # a damaged entry is none
+        with suppress(KeyError, TypeError, AttributeError, ValueError):  # the entry is damaged
             if entry["files"] == files and not self._has_queued(run, entry["jobs"]):
-                return _restore(entry["status"], entry["saved_at"])
+                return _restore_status(entry["status"], entry["saved_at"])
         events = read_briefly(run.journal_folder)
         jobs = run.jobs(events)
         status = summarize(run, events, jobs, self._queue)
@@ -82,13 +82,13 @@ class StatusCache:
         return status
 
     def _has_queued(self, run: RunFolder, jobs: list[str]) -> bool:
-        """Return whether one of a run's jobs, as `JobRef.parse` reads them, is in Slurm's queue;
-        False where that can't be asked."""
+        """Return whether one of a run's `jobs`, texts for `JobRef.parse`, is in Slurm's queue;
+        False where Slurm can't be asked."""
         return any(self._queue.find(JobRef.parse(job), run) for job in jobs)
 
     def save(self) -> None:
-        """Write the cache's file, if an entry has changed, without runs that are gone. A disk that
-        refuses it is passed over: the cache only saves time."""
+        """Write the cache's file if an entry has changed; entries of runs that are gone are left
+        out. Where the disk refuses, nothing is raised: the cache only saves time."""
         if self._changed:
             entries = {name: entry for name, entry in self._entries.items() if os.path.isdir(name)}
             text = json.dumps({"format": CACHE_FORMAT, "runs": entries})
@@ -98,25 +98,25 @@ class StatusCache:
 
 
 def _is_private(path: Path) -> bool:
-    """Return whether only this user can read and write a file: others may share the folder. False
-    without the file."""
+    """Return whether a file is this user's, and no other user can read or write it; False without
+    the file. Others may have put one into the folder of runs, which they may share."""
     with suppress(OSError):
         status = path.lstat()
         return status.st_uid == os.geteuid() and not status.st_mode & 0o077
     return False
 
 
-def _restore(values: dict[str, Any], saved_at: float | None) -> Status:
-    """Return the status in an entry of the cache, `values`, with the age of its last checkpoint as
-    of now; `saved_at` is when that was saved, in unix seconds, None without one. Raise KeyError,
-    TypeError or ValueError for a damaged entry."""
+def _restore_status(values: dict[str, Any], saved_at: float | None) -> Status:
+    """Return the status with the attributes `values`, an entry's. The age of its last checkpoint is
+    that of now, by `saved_at`: the time at which the checkpoint was saved, in unix seconds (None
+    without one). Raise KeyError, TypeError or ValueError for a damaged entry."""
     status = Status(**{**values, "state": RunState(values["state"])})
     return status if saved_at is None else replace(status, last_checkpoint_s=time.time() - saved_at)
 
 
 def _has_ended(status: Status, events: list[JournalEvent]) -> bool:
-    """Return whether nothing more happens to a run without a new line in its journal, or a new
-    job."""
+    """Return whether a run's status stays as it is until its journal has a new line, or it has a
+    new job."""
     last = last_event(events, Submitted, Started, VerdictGiven)
     has_verdict = isinstance(last, VerdictGiven)
     is_final = status.state in (RunState.FINISHED, RunState.CANCELLED)
@@ -124,10 +124,10 @@ def _has_ended(status: Status, events: list[JournalEvent]) -> bool:
 
 
 def _fingerprint(run: RunFolder) -> list[object]:
-    """Return values that change when a file changes from which a run's status is read: whether it
-    and its tasks are cancelled, and name, size in bytes and time in ns of each file of their
-    journals. [] for a run that is being removed. Raise OSError where a journal, also a task's,
-    can't be listed or opened."""
+    """Return values that change whenever the files change from which a run's status is read:
+    whether the run and each task is cancelled, and name, size in bytes and time in ns of each file
+    of their journals. [] for a run that is being removed. Raise OSError where a journal, also a
+    task's, can't be listed or opened."""
     try:
         names = os.listdir(run.path)
     except OSError:  # it is just being removed
@@ -140,8 +140,8 @@ def _fingerprint(run: RunFolder) -> list[object]:
                 # Opened, since NFS may answer a stat alone from a cache.
                 descriptor = os.open(f"{folder}/journal/{name}", OPENING)
                 try:
-                    facts = os.fstat(descriptor)
+                    status = os.fstat(descriptor)
                 finally:
                     os.close(descriptor)
-                fingerprint.append([name, facts.st_size, facts.st_mtime_ns])
+                fingerprint.append([name, status.st_size, status.st_mtime_ns])
     return fingerprint

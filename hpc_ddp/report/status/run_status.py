@@ -1,4 +1,4 @@
-"""One line of ``hpc-ddp status``: what a run's journal and Slurm's queue report of it."""
+"""The status of a run, one line of ``hpc-ddp status``, from its journal and Slurm's queue."""
 
 from __future__ import annotations
 
@@ -36,30 +36,36 @@ from hpc_ddp.slurm_text import QueuedJob
 
 @dataclass(frozen=True)
 class Status:
-    """One run. `state` and `why` are in plain words.
+    """The status of one run.
 
     Attributes
     ----------
+    run, name, id
+        the path of its folder, its name, and its id
+    state, why
+        its state, and the reason as text, '' without one
     job_id
-        the newest job's, None without any
+        the newest job's id, None without a job
     attempt, nodes
         the number of the newest start, from 0, and how many nodes it has
     step, total_steps, loss, samples_per_s
-        the newest ones in the journal
+        the newest numbers in the journal; None for an unknown one, as in all fields
     last_checkpoint_s
         the age of the newest checkpoint, in seconds
     time_left_s, eta_s
-        of a run that is running: seconds to its attempt's time limit, and to its last step at the
-        pace of this attempt
+        of a running run: seconds to its attempt's time limit, and to its last step at the pace of
+        this attempt
     goodput, seconds
-        from 0 to 1, and the seconds of each part of the wall time (see
+        a number from 0 to 1, and the seconds of each part of the wall time (see
         `hpc_ddp.core.journal.goodput`)
     reason
-        Slurm's own word for why the run waits, '' for one that does not
+        Slurm's own word for the reason why the run waits, '' for a run that does not wait
     slow
-        the rank that the others wait for, '' without one (see `hpc_ddp.core.journal.stragglers`)
+        a phrase on the rank that the others wait for, '' without one (see
+        `hpc_ddp.core.journal.stragglers`)
     results
-        the results that the script passed to ``run.finish``
+        the results that the script passed to ``run.finish``, by name; None for one that is no
+        number
     rerun_of
         the folder of the run that it repeats; None for a run that is no rerun
     """
@@ -88,27 +94,28 @@ class Status:
 
     @property
     def progress(self) -> str | None:
-        """The step, as ``400/1000`` or ``400``; None without one."""
+        """The step as text, ``400/1000`` or ``400``; None without one."""
         if self.step is None:
             return None
         return f"{self.step}/{self.total_steps}" if self.total_steps else str(self.step)
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the attributes by name, for JSON."""
         return asdict(self)
 
 
 def status_of(run: RunFolder, queue: Queue) -> Status:
-    """Return the status of one run by its journal and the user's jobs in Slurm; raise OSError where
-    its journal, or one of its tasks, can't be read."""
+    """Return the status of one run by its journal and `queue`, the user's jobs in Slurm; raise
+    OSError where its journal, or that of a task, can't be read."""
     events = read_briefly(run.journal_folder)
     return summarize(run, events, run.jobs(events), queue)
 
 
-def unreadable(run: RunFolder, why: str) -> Status:
-    """Return the status of a run of which a file, or one of a task of it, is damaged; `why` is the
-    damage in words."""
-    nothing = RunFolder(run.path / "nothing")  # has neither tasks nor a journal
-    status = summarize(nothing, [], [], Queue(None))
+def unreadable_status(run: RunFolder, why: str) -> Status:
+    """Return the status of a run of which a file, or a file of a task, is damaged; `why` is the
+    damage as text."""
+    missing = RunFolder(run.path / "nothing")  # has neither tasks nor a journal
+    status = summarize(missing, [], [], Queue(None))
     status = replace(status, run=str(run.path), name=run.name, id=run.id)
     return replace(status, state=RunState.UNREADABLE, why=why)
 
@@ -116,12 +123,12 @@ def unreadable(run: RunFolder, why: str) -> Status:
 def summarize(
     run: RunFolder, events: Sequence[JournalEvent], jobs: Sequence[JobRef], queue: Queue
 ) -> Status:
-    """Return the status of a run from its journal, all its jobs (oldest first), and the user's jobs
-    in Slurm.
+    """Return the status of a run from its journal (`events`), all its jobs (oldest first), and
+    `queue`, the user's jobs in Slurm.
 
-    A run that is lost, or to be requeued, is unknown where its newest job can't be asked for; an
-    array that waits is running where a task of it runs. Raise OSError where a task's journal, or a
-    job's script, can't be read.
+    The state is that of `find_state`, with two exceptions: a run that is lost, or to be requeued,
+    is unknown where its newest job can't be asked for; and an array that waits is running where a
+    task of it runs. Raise OSError where a task's journal, or a job's script, can't be read.
     """
     started, rerun = last_event(events, Started), last_event(events, Rerun)
     metrics, finished = last_event(events, MetricsLine), last_event(events, Finished)
@@ -164,7 +171,7 @@ def _state_by_queue(
     queue: Queue,
     queued: Sequence[QueuedJob],
 ) -> tuple[RunState, str]:
-    """Return state and reason as `find_state` does, but for the cases that `summarize` names;
+    """Return state and reason as `find_state` does, with the two exceptions that `summarize` names.
     `queued` are the run's jobs that Slurm still has. Raise OSError where `summarize` does."""
     state, why = find_state(run, events, queued)
     started = last_event(events, Started)
@@ -180,8 +187,8 @@ def _state_by_queue(
 
 
 def _is_requeued(events: Sequence[JournalEvent]) -> bool:
-    """Return whether the last verdict was to put the job back into the queue; an allocation is in
-    none."""
+    """Return whether the last verdict was to put the job back into Slurm's queue; False without a
+    verdict, and for a run in an allocation or on this machine, which has no such job."""
     submitted, verdict = last_event(events, Submitted), last_event(events, VerdictGiven)
     is_batch = submitted is None or submitted.backend not in ("salloc", "local")
     return is_batch and verdict is not None and verdict.action == Action.REQUEUE
@@ -207,11 +214,12 @@ def _eta_s(events: Sequence[JournalEvent], metrics: MetricsLine | None, now: flo
     pace of the newest start, saves included; 0 where the estimate is over. None where the number
     of all steps is unknown, or the newest start has no two steps in the journal. `metrics` is the
     newest event of its kind."""
-    newest = last_event(events, FirstStep, WorkerStarted, Started)  # no FirstStep before its step
+    # It is a FirstStep only if the newest start has made a step.
+    newest = last_event(events, FirstStep, WorkerStarted, Started)
     if metrics is None or not metrics.total_steps or not isinstance(newest, FirstStep):
         return None
     steps = metrics.step - newest.step
-    if steps <= 0 or metrics.time <= newest.time:  # or of an earlier start, which had come further
+    if steps <= 0 or metrics.time <= newest.time:  # `metrics` are those of an earlier start
         return None
     pace_s = (metrics.time - newest.time) / steps
     left_s = (metrics.total_steps - metrics.step) * pace_s - (now - metrics.time)
@@ -219,14 +227,14 @@ def _eta_s(events: Sequence[JournalEvent], metrics: MetricsLine | None, now: flo
 
 
 def has_ended(run: RunFolder) -> bool:
-    """Return whether a run makes no more progress by itself, by its journal and, for one with a
-    job, by a query of Slurm's queue.
+    """Return whether a run makes no more progress by itself, by its journal, and for a run with a
+    job by Slurm's queue, which is queried.
 
     True for a cancelled run, even if its job is still ending. A finished run has ended once its job
-    or process has, since rank 0 reports that it is finished before the script's last lines. Without
-    an answer of Slurm the result is True for a finished run only. A run that was only rendered, or
-    whose state is unknown, has not ended. Raise OSError where the journal of the run, or of a task
-    of it, can't be read.
+    or process has ended: rank 0 reports that the run is finished before the script's last lines.
+    Without an answer of Slurm, the result is True for a finished run and False for others. A run
+    that was only rendered, or whose state is unknown, has not ended. Raise OSError where the
+    journal of the run, or of a task of it, can't be read.
     """
     if run.cancelled.exists():
         return True

@@ -22,10 +22,12 @@ from hpc_ddp.core.run_index import all_runs, find_run, linked_runs
 from hpc_ddp.live_jobs import Queue, read_queue
 from hpc_ddp.report.status import array_tasks
 from hpc_ddp.report.status.cache import StatusCache
-from hpc_ddp.report.status.run_status import Status, unreadable
+from hpc_ddp.report.status.run_status import Status, unreadable_status
 
-MOST_RUNS = 20  # shown without --all, unless more of them are live
-WIDEST_CELL = 64  # characters, but of "why": one run of a shared folder must not widen all rows
+MOST_RUNS = 20  # the newest runs, shown without --all; older live ones are added
+# Characters in a cell other than "why": one run, in a folder that users share, must not widen all
+# rows.
+WIDEST_CELL = 64
 MIN_WHY_WIDTH = 24  # other columns are dropped before "why" gets narrower than this
 
 # fmt: off
@@ -50,15 +52,16 @@ COLOURS = {
 }
 
 
-def show(root: Path, names: Sequence[str], show_all: bool, as_json: bool) -> str:
+def status_text(root: Path, names: Sequence[str], show_all: bool, as_json: bool) -> str:
     """Return the states of runs as a table, or with `as_json` as a JSON list. The runs are those of
-    `names` (each as `find_run` reads it), or without names all below `root`.
+    `names` (each as `find_run` reads it), or without names those below `root`.
 
-    Slurm is asked; without an answer the states are those of the journals. Without names, live runs
-    come first, and the table has only `MOST_RUNS` and the live ones, with the number of the others,
-    unless `show_all`; JSON has all. With a single name the tasks of its array are added, and to a
-    table the commands that send what was recorded offline. Without any run the table is '', and a
-    hint goes to stderr. The statuses of ended runs are kept in a file in `root` (`StatusCache`).
+    Slurm is asked; without an answer the states are those of the journals. Without names live runs
+    come first; unless `show_all`, the table then has only the `MOST_RUNS` newest runs and older
+    live ones, and the number of the others, while JSON has all. With a single name the tasks of its
+    array are added, and to a table the commands that send what trackers recorded offline. Without
+    any run the table is '', and a hint goes to stderr. The status of ended runs is kept in a file
+    in `root` (`StatusCache`).
 
     Raises
     ------
@@ -72,15 +75,15 @@ def show(root: Path, names: Sequence[str], show_all: bool, as_json: bool) -> str
     if names:
         runs = [find_run(root, name, slurm.own_cluster) for name in names]
     else:
-        runs, older = select(root, queue, show_all or as_json)
+        runs, older = select_runs(root, queue, show_all or as_json)
     with ProgressBar("reading journals", len(runs)) as progress:
         rows = read_statuses(root, runs, queue, partial(progress.add, 1))
     if not names:
-        rows = live_first(rows)
+        rows = sort_live_first(rows)
     tasks: list[array_tasks.Task] = []
     if len(names) == 1:
-        with suppress(Exception):  # the run's own row names the damage, which has many forms
-            tasks = array_tasks.tasks(runs[0], queue)
+        with suppress(Exception):  # of any kind, for a damaged run: its own row names the damage
+            tasks = array_tasks.read_tasks(runs[0], queue)
     if as_json:
         dicts = [row.to_dict() for row in rows]
         if tasks:
@@ -90,7 +93,7 @@ def show(root: Path, names: Sequence[str], show_all: bool, as_json: bool) -> str
         hint = "elsewhere: cd to where they were submitted, --runs-dir, or HPC_DDP_RUNS"
         print(f"no runs in {root}\nhint: {hint}", file=sys.stderr)  # stdout is data
         return ""
-    parts = [table(rows, *terminal())]
+    parts = [runs_table(rows, *query_terminal())]
     if older:
         parts[0] += f"\n… {older:,} older: hpc-ddp status --all"
     if tasks:
@@ -100,48 +103,51 @@ def show(root: Path, names: Sequence[str], show_all: bool, as_json: bool) -> str
     return "\n\n".join(parts)
 
 
-def local_trials(run: RunFolder) -> str:
-    """Return the table of the trials of a sweep that is played on this machine, the best one first,
-    with the lines that `show` adds; Slurm is not asked. Raise UsageError for a broken job.json, and
-    OSError where the folder can't be read."""
-    return "\n\n".join(_task_parts(run, array_tasks.tasks(run, Queue(None))))
+def local_trials_text(run: RunFolder) -> str:
+    """Return the text on the trials of a sweep that is played on this machine, as `status_text`
+    adds it to a run: table, summary, best trial. Slurm is not asked. Raise UsageError for a broken
+    job.json, and OSError where the folder can't be read."""
+    return "\n\n".join(_task_parts(run, array_tasks.read_tasks(run, Queue(None))))
 
 
 def _task_parts(run: RunFolder, tasks: Sequence[array_tasks.Task]) -> list[str]:
-    """Return the parts of the text on an array, whose `tasks` are one or more: their table, in the
-    order of a sweep's ranking, their summary, and the best trial. Raises as
-    `array_tasks.summary`."""
-    ranking = array_tasks.rank(tasks)
-    parts = [array_tasks.table(ranking.tasks if ranking else tasks)]
-    parts.append(array_tasks.summary(run, tasks))
+    """Return the parts of the text on an array with one or more `tasks`: their table, in the order
+    of a sweep's ranking, their summary, and for a ranking the best trial. Raise as
+    `array_tasks.summarize_tasks`."""
+    ranking = array_tasks.rank_tasks(tasks)
+    parts = [array_tasks.task_table(ranking.tasks if ranking else tasks)]
+    parts.append(array_tasks.summarize_tasks(run, tasks))
     return [*parts, ranking.text(run)] if ranking else parts
 
 
 def _sync_commands(run: RunFolder) -> list[str]:
-    """Return the commands that send what a run has recorded offline (`sync_commands`); [] where a
-    folder can't be read, as another user's."""
+    """Return the commands that send what trackers have recorded offline in a run (`sync_commands`);
+    [] where a folder can't be read, as another user's."""
     try:
         return sync_commands(run)
     except OSError:
         return []
 
 
-def select(root: Path, queue: Queue, show_all: bool) -> tuple[list[RunFolder], int]:
-    """Return the `MOST_RUNS` newest runs below `root`, and older ones with a live job, newest
-    first; and how many others there are. With `show_all` return all, and 0. `queue` has the user's
-    jobs."""
+def select_runs(root: Path, queue: Queue, show_all: bool) -> tuple[list[RunFolder], int]:
+    """Return the `MOST_RUNS` newest runs below `root` and older runs with a live job, newest first;
+    and the number of all other runs. With `show_all` return all runs, and 0. `queue` has the user's
+    jobs in Slurm. Raise OSError where `root` can't be read."""
     runs = all_runs(root)
     if show_all or len(runs) <= MOST_RUNS:
         return runs, 0
+    # The index of jobs may have the cluster's full name, its short one, or none.
     clusters = (queue.cluster, JobRef("", queue.cluster).cluster_name, "")
-    live = linked_runs(root, (JobRef(id, cluster) for id in queue.live for cluster in clusters))
+    live_paths = linked_runs(
+        root, (JobRef(id, cluster) for id in queue.live for cluster in clusters)
+    )
     selection = runs[:MOST_RUNS]
-    selection += [run for run in runs[MOST_RUNS:] if str(run.path.resolve()) in live]
+    selection += [run for run in runs[MOST_RUNS:] if str(run.path.resolve()) in live_paths]
     return selection, len(runs) - len(selection)
 
 
-def live_first(rows: Sequence[Status]) -> list[Status]:
-    """Return the rows, those of live runs before the others."""
+def sort_live_first(rows: Sequence[Status]) -> list[Status]:
+    """Return the rows of live runs, then the others; each in their former order."""
     return sorted(rows, key=lambda row: not row.state.is_live)
 
 
@@ -151,10 +157,11 @@ def read_statuses(
     queue: Queue,
     count_run: Callable[[], None] = lambda: None,
 ) -> list[Status]:
-    """Return the status of each run, in their order; that of a run that can't be read is
-    `unreadable`. No error of a run is raised.
+    """Return the status of each run, in their order; for a run that can't be read it is
+    `unreadable_status`, and nothing is raised.
 
-    `count_run` is called after each run. The cache in `root` is read and written.
+    `count_run` is called after each run, for a progress bar. The cache in `root` (`StatusCache`) is
+    read and written.
     """
     cache = StatusCache(root, queue)
     statuses = []
@@ -166,25 +173,25 @@ def read_statuses(
 
 
 def _read_status(cache: StatusCache, run: RunFolder) -> Status:
-    """Return a run's status, after any error the `unreadable` one: one run must not hide the
-    others."""
+    """Return a run's status; after any error its `unreadable_status`, so that one run does not hide
+    the others."""
     try:
         return cache.status_of(run)
     except Exception as error:  # damage has many forms
-        return unreadable(run, f"{type(error).__name__}: {error}")
+        return unreadable_status(run, f"{type(error).__name__}: {error}")
 
 
-def table(rows: Sequence[Status], width: int | None = None, colours: bool = False) -> str:
-    """Return the rows, one or more, as a table; most columns are left out where they are empty.
-    Raise TypeError without rows.
+def runs_table(rows: Sequence[Status], width: int | None = None, colours: bool = False) -> str:
+    """Return the rows, one or more, as a table with a header. A column in which all cells are empty
+    is left out, except those of `_SHOWN_WHEN_EMPTY`. Raise TypeError without rows.
 
     Parameters
     ----------
     width
-        of the terminal, in characters: columns are dropped until the others fit, and ``why`` is
-        cut; None: no limit
+        the terminal's width in characters: columns are dropped until the others fit, in the order
+        of `_DROP_ORDER`, and ``why`` is cut; None: no limit
     colours
-        of the states, as terminal codes
+        states are coloured by terminal codes
     """
     cells = [_cells(row) for row in rows]
     names = [
@@ -202,25 +209,25 @@ def table(rows: Sequence[Status], width: int | None = None, colours: bool = Fals
         if name in names and why_width() < min(widths["why"], MIN_WHY_WIDTH):
             names.remove(name)
     lines = []
-    for row in [{name: name for name in names}, *cells]:
-        shown = {name: row[name].ljust(widths[name]) for name in names}
-        shown["why"] = _cut(row["why"], why_width())
+    for row in [{name: name for name in names}, *cells]:  # the header comes first
+        padded = {name: row[name].ljust(widths[name]) for name in names}
+        padded["why"] = _cut(row["why"], why_width())
         code = COLOURS.get(row["state"]) if colours else None
         if code:
-            shown["state"] = f"\033[{code}m{shown['state']}\033[0m"
-        lines.append("  ".join(shown.values()).rstrip())
+            padded["state"] = f"\033[{code}m{padded['state']}\033[0m"
+        lines.append("  ".join(padded.values()).rstrip())
     return "\n".join(lines)
 
 
 def _cut(text: str, width: int) -> str:
-    """Return a text in at most `width` characters, with … where it is cut, also for a width below
-    1."""
+    """Return a text; one that is longer than `width` is cut to so many characters, with … as the
+    last one, or to … alone for a width below 1."""
     return text if len(text) <= width else f"{text[: max(width - 1, 0)]}…"
 
 
 def _cells(row: Status) -> dict[str, str]:
     """Return the cells of a run's row by column, without control characters and cut to
-    `WIDEST_CELL`; an unknown one is ``-``. ``why`` is whole, and '' where nothing is known."""
+    `WIDEST_CELL`; ``-`` for an unknown one. ``why`` is not cut, and '' without a reason."""
     age = None if row.last_checkpoint_s is None else f"{duration(row.last_checkpoint_s)} ago"
     cells = {
         "name": row.name,
@@ -242,8 +249,8 @@ def _cells(row: Status) -> dict[str, str]:
 
 
 def _time_left(row: Status) -> str | None:
-    """Return the time to the last step, and to the time limit if that comes before it; None where
-    both are unknown."""
+    """Return the time to the run's last step as text, and the time to its time limit if that comes
+    before; None where both are unknown."""
     limit_s = row.time_left_s
     if row.eta_s is None:
         return None if limit_s is None else f"limit {duration(limit_s)}"
@@ -252,9 +259,9 @@ def _time_left(row: Status) -> str | None:
     return duration(row.eta_s)
 
 
-def terminal() -> tuple[int | None, bool]:
-    """Return the terminal's width in characters (None: stdout is no terminal), and whether it takes
-    colours."""
+def query_terminal() -> tuple[int | None, bool]:
+    """Return the terminal's width in characters, and whether colours may be written to it; None and
+    False where stdout is no terminal."""
     if not sys.stdout.isatty():
         return None, False
     return shutil.get_terminal_size().columns, "NO_COLOR" not in os.environ

@@ -42,7 +42,7 @@ from hpc_ddp.slurm_text import QueuedJob
 
 
 class RunState(TextEnum):
-    """The state of a run in one word; ``not begun`` is for tasks of an array."""
+    """The state of a run, in one word or two; ``not begun`` is only for tasks of an array."""
 
     WAITING = "waiting"
     STARTING = "starting"
@@ -94,19 +94,19 @@ def spec_of(run: RunFolder) -> JobSpec | None:
 
 
 def state_of_job(slurm_state: str) -> RunState | None:
-    """Return the state of a run whose job is in a state of Slurm's; None when the job is over, was
-    preempted, or the state is not known."""
+    """Return the state of a run by Slurm's state of its job; None where the job is over or was
+    preempted, and for an unknown state."""
     return _OF_JOB.get(slurm_state)
 
 
 def find_state(
     run: RunFolder, events: Sequence[JournalEvent], queued: Sequence[QueuedJob]
 ) -> tuple[RunState, str]:
-    """Return the state of a run, and the reason in words, or ''. While Slurm has a live job of it
-    the reason is Slurm's own for waiting, or else the names of the nodes.
+    """Return the state of a run, and a reason as text, '' without one. While Slurm has a live job
+    of the run, the reason is Slurm's own word for waiting, or else the names of the nodes.
 
-    For another user's run the state may be ``unknown``: see the module. Raise OSError where the
-    journal of a task of the run can't be read.
+    The module's docstring has the order of the conditions. For another user's run the state may be
+    ``unknown``. Raise OSError where the journal of a task of the run can't be read.
 
     Parameters
     ----------
@@ -115,7 +115,7 @@ def find_state(
     queued
         the run's jobs that Slurm still has
     """
-    state, why = _find_state(run, events, queued)
+    state, why = _find_state_of_own(run, events, queued)
     last = last_event(events, Submitted, Started, VerdictGiven)
     goes_on = state is RunState.STOPPED and isinstance(last, VerdictGiven)
     if (state is RunState.LOST or goes_on) and (owner := other_owner(run.path)):
@@ -123,10 +123,10 @@ def find_state(
     return state, why
 
 
-def _find_state(
+def _find_state_of_own(
     run: RunFolder, events: Sequence[JournalEvent], queued: Sequence[QueuedJob]
 ) -> tuple[RunState, str]:
-    """Return state and reason as `find_state` does, as if the run were this user's."""
+    """Return state and reason as `find_state` does for a run of this user."""
     if is_finished(events):
         verdict = last_event(events, VerdictGiven, Finished)
         return RunState.FINISHED, verdict.why if isinstance(verdict, VerdictGiven) else ""
@@ -135,7 +135,8 @@ def _find_state(
         is_live = job is not None and _OF_JOB[job.state] is not RunState.ENDING
         return RunState.CANCELLED, f"but its job is {job.state.lower()}" if job and is_live else ""
     last = last_event(events, Submitted, Started, VerdictGiven)
-    if job and not (run.is_task and _is_final(last)):
+    # The last task of an array has the array's job id, which is live while other tasks run.
+    if job and not (run.is_task and _has_final_verdict(last)):
         is_waiting = _OF_JOB[job.state] is RunState.WAITING
         return _OF_JOB[job.state], job.reason if is_waiting else job.nodes
     tasks = run.tasks()
@@ -150,18 +151,16 @@ def _find_state(
     return RunState.LOST, next((job.state.lower() for job in queued), "gone from the queue")
 
 
-def _is_final(last: JournalEvent | None) -> bool:
-    """Return whether the last event of a task is a verdict that nothing follows; False for None.
-
-    The last task of an array has the array's own job id, which is live while other tasks run.
-    """
+def _has_final_verdict(last: JournalEvent | None) -> bool:
+    """Return whether a task's last event is a verdict that no further attempt follows; False for
+    None."""
     return isinstance(last, VerdictGiven) and is_final(last)
 
 
 def _state_of_array(run: RunFolder, tasks: Sequence[RunFolder]) -> tuple[RunState, str]:
-    """Return the state of an array of which `tasks` have begun, and in words how many are finished.
-    The state is finished once all tasks of the array are, else ``array``, also where job.json is
-    broken. Raise OSError where a task's journal can't be read."""
+    """Return the state of an array of which `tasks` have begun, and a text on how many are
+    finished. The state is ``finished`` once all tasks of the array are, else ``array``, also where
+    job.json is broken. Raise OSError where a task's journal can't be read."""
     finished = sum(task.finished() for task in tasks)
     try:
         indexes = [task.index for task in tasks]
@@ -173,14 +172,14 @@ def _state_of_array(run: RunFolder, tasks: Sequence[RunFolder]) -> tuple[RunStat
 
 
 def _state_of_verdict(verdict: VerdictGiven) -> tuple[RunState, str]:
-    """Return the state of a run whose last event is a verdict, and the verdict's reason. The state
-    is stopped where the run can go on, failed where it was given up, lost after a superseded
-    attempt, else the verdict's cause, or lost for a cause that is no state."""
+    """Return the state of a run whose last event is a verdict, and the reason. The state is
+    ``stopped`` where the run can go on, ``failed`` where it was given up, ``lost`` after a
+    superseded attempt, else the verdict's cause, or ``lost`` for a cause that is no state."""
     if verdict.action == Action.REQUEUE:
         return RunState.STOPPED, f"{verdict.why}; can go on with --run"
     if verdict.action == Action.GIVE_UP:
         return RunState.FAILED, verdict.why
-    if verdict.cause == Cause.SUPERSEDED:  # and Slurm has no job of it: the next start has failed
+    if verdict.cause == Cause.SUPERSEDED:  # and Slurm has no job of the run any more
         return RunState.LOST, "its job was started again, and ended before the next attempt began"
     try:
         return RunState(verdict.cause), verdict.why
@@ -189,9 +188,10 @@ def _state_of_verdict(verdict: VerdictGiven) -> tuple[RunState, str]:
 
 
 def _state_of_process(started: Started, events: Sequence[JournalEvent]) -> tuple[RunState, str]:
-    """Return the state of a run that a process plays, not a job, and the reason: running, unknown
-    where the process can't be seen from here, or lost. A standalone script, which has no verdict,
-    may by its events also have stopped or failed."""
+    """Return the state of a run that is played by a process and not by a job, and the reason. The
+    state is ``running`` while the process lives; for a standalone script ``stopped`` or ``failed``
+    by its events, since it has no verdict; ``unknown`` where the process can't be seen from here;
+    else ``lost``."""
     if process.is_live(started.process):
         return RunState.RUNNING, "on this machine"
     if started.backend == "local":

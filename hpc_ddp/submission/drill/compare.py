@@ -125,7 +125,7 @@ def first_difference(
         {part for pair in at_moment for part in _parts_that_differ(*pair)},
         key=lambda part: (order.index(part.partition(" ")[0]), part),
     )
-    ranks = sorted(b.rank for a, b in at_moment if parts[0] in _parts_that_differ(a, b))
+    ranks = sorted(pair[1].rank for pair in at_moment if parts[0] in _parts_that_differ(*pair))
     kind, _, name = parts[0].partition(" ")
     has_gradients = any("gradients" in record.used for _, record in at_moment)
     # Gradients come before these kinds in `_ORDER`: they would be the first part if they differed.
@@ -147,8 +147,9 @@ def first_difference(
 def _make_pairs(
     base: Sequence[DrillRecord], disturbed: Sequence[DrillRecord], earlier: Sequence[DrillRecord]
 ) -> tuple[list[Pair], bool]:
-    """Return the records of an attempt as pairs (reference, record), and whether the state that the
-    attempt has loaded differed from the undisturbed run's already.
+    """Return the records of an attempt (`disturbed`) as pairs (reference, record), and whether the
+    state that the attempt has loaded differed from the undisturbed run's already. The arguments are
+    those of `first_difference`.
 
     The reference of a record of the start is the record of the newest earlier attempt at the same
     position, where there is one; all other references are records of the undisturbed run. A record
@@ -177,7 +178,7 @@ def _difference_at_end(pairs: Sequence[Pair]) -> float | None:
     1 where the position in any pair differs, None where there are no numbers to compare. Raise
     KeyError as `_distance`.
     """
-    if any(_position(a) != _position(b) for a, b in pairs):
+    if any(_position(reference) != _position(record) for reference, record in pairs):
         return 1.0
     last_step = max(record.step for _, record in pairs)
     return _distance([pair for pair in pairs if pair[1].step == last_step], "weights")
@@ -249,13 +250,14 @@ def _distance(pairs: Sequence[Pair], size: str) -> float | None:
     """Return the largest `_relative_difference` in some pairs of records: of the values that both
     records have, and of the entry `size` of their sizes (``gradients`` or ``weights``). None where
     there are no numbers. Raise KeyError for a record that lacks the size."""
-    distances = []
-    for a, b in pairs:
-        numbers = [(a.values[name], v) for name, v in b.values.items() if name in a.values]
-        numbers.append((a.sizes[size], b.sizes[size]))
-        distances += [
-            _relative_difference(u, v) for u, v in numbers if _is_number(u) and _is_number(v)
-        ]
+    distances: list[float] = []
+    for reference, record in pairs:
+        names = record.values.keys() & reference.values.keys()
+        couples = [(reference.values[name], record.values[name]) for name in names]
+        couples.append((reference.sizes[size], record.sizes[size]))
+        for a, b in couples:
+            if _is_number(a) and _is_number(b):
+                distances.append(_relative_difference(a, b))
     return max(distances, default=None)
 
 
@@ -265,8 +267,8 @@ def _is_number(scalar: object) -> bool:
 
 
 def _relative_difference(a: float, b: float) -> float:
-    """Return ``|a - b| / max(|a|, |b|, 1e-3)``: 0 for equal numbers and for two NaN; inf for two
-    others if one of them is NaN or infinite."""
+    """Return ``|a - b| / max(|a|, |b|, 1e-3)``. The result is 0 for equal numbers and for two NaN,
+    and inf for another pair with a number that is NaN or infinite."""
     if a == b or (math.isnan(a) and math.isnan(b)):
         return 0.0
     if not (math.isfinite(a) and math.isfinite(b)):

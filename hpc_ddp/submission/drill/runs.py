@@ -274,9 +274,10 @@ class _Drill:
             return f"it did not get through within {self._limit_s:.0f} s"
         if number and restored is None:
             return "it starts from its beginning, since no checkpoint was found"
+        # The newest checkpoint was damaged before the last attempt.
         if number == 3 and restored and not restored.passed_over:
             return "the damaged checkpoint was not passed over"
-        if leg.disturbance is kill_run:
+        if leg.disturbance is kill_run:  # the file is written where the attempt is to be killed
             ready = run.path / "drill" / f"ready-{number}"
             fault = None if ready.exists() else why or "it ended too early"
         elif leg.disturbance is terminate_run:

@@ -167,9 +167,9 @@ def _undo_if_broken(run: RunFolder) -> None:
             )
         if describe_work(run, queue, guesses=queue.jobs is not None) is None:
             undo_start(run)
-            at = time.strftime("%b %d %H:%M", time.localtime(note["time"]))
+            began = time.strftime("%b %d %H:%M", time.localtime(note["time"]))
             say(
-                f"note: a start of {run.path} was broken off before Slurm had answered ({at}):"
+                f"note: a start of {run.path} was broken off before Slurm had answered ({began}):"
                 " settings, code and checkpoints are those from before it"
             )
     finally:

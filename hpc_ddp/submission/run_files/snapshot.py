@@ -42,15 +42,14 @@ def take_snapshot(script: Path, run: RunFolder, exclude: Sequence[str]) -> None:
     """Copy the code around `script` to the run's `next_place`, and write the note of the script's
     path in the copy. A bar on stderr shows the progress.
 
-    `select_files` says which files are copied; a script that is not among them is copied, too.
+    The files are those of `select_files`, which has the same arguments, and in any case the script.
     Links are copied as links, and lead where they led. Notes on stderr name what is left out, also
     modules that the script's own files import.
 
     Raises
     ------
     UsageError
-        the code is larger than 50 MB or 20,000 files (names the largest), or git can't list it;
-        nothing is copied then
+        the code is larger than 50 MB or 20,000 files, or git can't list it; nothing is copied then
     OSError
         a file can't be read or written; no copy is left then
     """
@@ -203,12 +202,13 @@ def find_changed_files(code: Path, inside: Path, script: Path) -> list[str]:
     """Return the names, relative to the snapshot `code` and sorted by path, of its Python files
     whose live files differ by now, or are gone. `inside` is the path of the live `script` in the
     snapshot. A file that can't be read is passed over."""
-    live = Path(*script.parts[: -len(inside.parts)])  # the folder that the snapshot is a copy of
+    live_root = Path(*script.parts[: -len(inside.parts)])  # the snapshot is a copy of this folder
     changed = []
     for path in sorted(code.rglob("*.py")):
         name = path.relative_to(code)
+        live = live_root / name
         with suppress(OSError):
-            if path.is_file() and not ((live / name).exists() and cmp(path, live / name, False)):
+            if path.is_file() and not (live.exists() and cmp(path, live, shallow=False)):
                 changed.append(str(name))
     return changed
 

@@ -97,11 +97,11 @@ def _mounts(paths: Sequence[str]) -> Iterator[str]:
     `paths` needs no mount of its own; but where its real path lies in none of the folders above it,
     as behind a link, the real path is yielded."""
     for path in paths:
-        above = [parent for parent in paths if Path(parent) in Path(path).parents]
+        parents = [parent for parent in paths if Path(parent) in Path(path).parents]
         target = Path(os.path.realpath(path))
-        if not above:
+        if not parents:
             yield path
-        elif not any(Path(os.path.realpath(parent)) in target.parents for parent in above):
+        elif not any(Path(os.path.realpath(parent)) in target.parents for parent in parents):
             yield str(target)
 
 

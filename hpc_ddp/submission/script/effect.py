@@ -111,8 +111,8 @@ def find_ineffective(spec: JobSpec) -> list[str]:
     names = [f"--{key}" for key in keys if getattr(spec, key.replace("-", "_"))]
     # The array of a sweep, which hpc-ddp sets, is played here.
     if names := [name for name in names if not (name == "--array" and spec.sweep)]:
-        where = "a dry run" if spec.backend == "local" else "an allocation that is there already"
-        warnings.append(f"{', '.join(names)}: no effect in {where}")
+        place = "a dry run" if spec.backend == "local" else "an allocation that is there already"
+        warnings.append(f"{', '.join(names)}: no effect in {place}")
     limit_s = spec.time_min_s or spec.time_s
     if spec.signal != JobSpec.signal and limit_s and spec.warn_s > limit_s // 10:
         warnings.append(

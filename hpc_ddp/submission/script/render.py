@@ -49,8 +49,8 @@ def step_options(spec: JobSpec) -> list[str]:
 
 def program_words(spec: JobSpec, run: RunFolder, script: Path) -> list[str]:
     """Return the words behind the job's Python that start its program, without the program's
-    arguments. `script` is the path of the script as the job sees it. Of a module's script only the
-    folder is used, which is searched first for the module; a command's is not used."""
+    arguments. `script` is the path of the script as the job sees it. For a module only its folder
+    is used, which is searched first for the module; for a command it is not used."""
     starter = str(run.lib / "hpc_ddp" / "node" / "workers" / "program.py")
     if spec.module:
         return [starter, "module", str(script.parent), spec.script]

@@ -1,7 +1,7 @@
 """A check that bash can read the user's set-up lines.
 
-Of a line with a missing quote, bash would take hpc-ddp's own lines behind it for the rest: the job
-would end, after its wait in the queue, with an error in a line of hpc-ddp's.
+After a missing quote, bash would take hpc-ddp's own lines for the rest of the user's: the job would
+end, after its wait in the queue, with an error in a line of hpc-ddp's.
 """
 
 from __future__ import annotations

@@ -279,10 +279,10 @@ def _merge_env(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, 
 
 
 def _read_site_layer(path: Path, home: Path, operators_file: Path | None) -> Layer:
-    """Return the layer of a site file: the operators', the user's own, or a shipped profile. In the
-    operators' file, if there is one, an unknown key is a warning. Raise UsageError for a file that
-    can't be read or may not act for the user, for an unknown key in another file, and for a bad
-    value."""
+    """Return the layer of a site file: the operators' (`operators_file`, None for none), the user's
+    own (below `home`), or a shipped profile. In the operators' file an unknown key is a warning.
+    Raise UsageError for a file that can't be read or may not act for the user, for an unknown key
+    in another file, and for a bad value."""
     if path == operators_file:
         return Layer("operators", _read_layer(path, (*sites.KEYS, "limits"), is_strict=False), path)
     is_user_file = path.parent == sites.own_folder(home)
@@ -324,12 +324,12 @@ def _read_layer(
     return layer
 
 
-def as_options(values: dict[str, Any], where: str) -> dict[str, Any]:
+def as_options(values: dict[str, Any], origin: str) -> dict[str, Any]:
     """Return the settings `values`, by key, checked and changed as those of a file; `values` are
-    changed in place. `where` is their origin, for the messages: a file's path; or a program's name,
-    with which relative paths stay as they are. Raise UsageError for an unknown key, and for a value
-    of the wrong kind."""
-    return _check_and_convert(Path(where), values, known_keys())
+    changed in place. `origin` is for the messages: a file's path; or a program's name, with which
+    relative paths stay as they are. Raise UsageError for an unknown key, and for a value of the
+    wrong kind."""
+    return _check_and_convert(Path(origin), values, known_keys())
 
 
 def _check_and_convert(
@@ -352,13 +352,7 @@ def _check_and_convert(
             raise UsageError(message, hint=f"look at {path}")
         operators.warn_once(message, f"tell the operators of this cluster: {path}")
         del layer[key]
-    for key, value in layer.items():
-        kind: Kind = _KINDS[key]
-        if not isinstance(value, kind.types) or (isinstance(value, bool) and kind is not FLAG):
-            text = f"{path}: {key} is {value!r}, but must be {kind.text}"
-            raise UsageError(text, hint=kind.line_for(key, value) or f"see {path}")
-        if isinstance(value, list) and not all(isinstance(line, str) for line in value):
-            raise UsageError(f"{path}: {key} must be {kind.text}", hint=f"see {path}")
+    _check_kinds(path, layer)
     # A relative path in a file is seen from the file's folder.
     paths = {"notify", "template", *(() if names_no_file(layer) else ["script"])}
     for key in paths & layer.keys():
@@ -372,3 +366,16 @@ def _check_and_convert(
     if isinstance(layer.get("gpus-per-node"), int):
         layer["gpus-per-node"] = str(layer["gpus-per-node"])
     return move_to_own_keys(layer, keys)
+
+
+def _check_kinds(path: Path, layer: Mapping[str, Any]) -> None:
+    """Raise UsageError for a value of the wrong kind in `layer`, settings of the file at `path`
+    with known keys."""
+    for key, value in layer.items():
+        kind: Kind = _KINDS[key]
+        # For Python a bool is an int, too.
+        if not isinstance(value, kind.types) or (isinstance(value, bool) and kind is not FLAG):
+            text = f"{path}: {key} is {value!r}, but must be {kind.text}"
+            raise UsageError(text, hint=kind.line_for(key, value) or f"see {path}")
+        if isinstance(value, list) and not all(isinstance(line, str) for line in value):
+            raise UsageError(f"{path}: {key} must be {kind.text}", hint=f"see {path}")

@@ -79,7 +79,7 @@ def _words_for_without(row: Origin) -> set[str]:
     return {entry, *words_of(row.key, row.value)}
 
 
-def format_table(rows: list[Origin]) -> str:
+def table(rows: list[Origin]) -> str:
     """Return the settings (at least one) as text: one line each, with key, origin and value."""
     key_width = max(len(row.key) for row in rows)
     place_width = max(len(row.place) for row in rows)

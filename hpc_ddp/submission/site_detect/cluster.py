@@ -254,13 +254,14 @@ def find_preemptions(facts: ClusterFacts, partitions: Sequence[Partition]) -> li
         return [Preemption(None, facts.value("PreemptMode"), 0, ())]
     rows = []
     for qos in facts.qos:
-        by = [row["Name"] for row in facts.qos if qos["Name"] in row.get("Preempt", "").split(",")]
+        preemptors = [
+            row["Name"] for row in facts.qos if qos["Name"] in row.get("Preempt", "").split(",")
+        ]
         mode = qos.get("PreemptMode", "").upper()
         mode = facts.value("PreemptMode") if mode in ("", "CLUSTER") else mode
-        if by and mode != "OFF":
-            rows.append(
-                Preemption(("qos", qos["Name"]), mode, _seconds(qos.get("GraceTime", "")), by)
-            )
+        if preemptors and mode != "OFF":
+            grace_s = _seconds(qos.get("GraceTime", ""))
+            rows.append(Preemption(("qos", qos["Name"]), mode, grace_s, preemptors))
     return rows
 
 
@@ -268,11 +269,11 @@ def _preemption_in(partition: Partition, partitions: Sequence[Partition]) -> Pre
     """Return the preemption of a partition's jobs, by jobs of partitions of a higher tier that have
     nodes in common with it; None where there is no such partition, or preemption is off."""
     mode = partition.value("PreemptMode")
-    by = [p.name for p in partitions if p.tier > partition.tier and p.nodes & partition.nodes]
-    if not by or mode in ("", "OFF"):
+    higher = [p for p in partitions if p.tier > partition.tier and p.nodes & partition.nodes]
+    if not higher or mode in ("", "OFF"):
         return None
     grace_s = _seconds(partition.value("GraceTime"))
-    return Preemption(("partition", partition.name), mode, grace_s, by)
+    return Preemption(("partition", partition.name), mode, grace_s, [p.name for p in higher])
 
 
 def _set_value(record: Row, name: str) -> str:

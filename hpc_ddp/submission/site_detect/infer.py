@@ -68,7 +68,7 @@ def _toml_line(setting: Setting) -> str:
 def infer_site(facts: ClusterFacts, shipped_keys: Collection[str] = ()) -> Site:
     """Return the content of a site file for a cluster.
 
-    `shipped_keys` are the keys that the shipped file of this site has already: they are left out.
+    `shipped_keys` are the keys of the shipped file of this site; settings of these are left out.
     Only partitions and QOS that have a setting, or whose jobs may be preempted, have a table.
     """
     partitions = partitions_of(facts)

@@ -18,8 +18,8 @@ from hpc_ddp.core.journal.journal import read_briefly, read_events
 from hpc_ddp.report.explain import facts, node_records
 from hpc_ddp.report.html.history import read_run
 from hpc_ddp.report.logs import merge
-from hpc_ddp.report.logs.files import CHUNK_BYTES, Cut, LogQuery, chunk_for
-from hpc_ddp.report.logs.view import show
+from hpc_ddp.report.logs.files import CHUNK_BYTES, Cut, LogQuery, chunk_bytes
+from hpc_ddp.report.logs.view import show_logs
 from unit.report.logs.fakes import NOW, Logs
 from unit.report.written_runs import Written
 
@@ -150,7 +150,7 @@ def test_logs_open_no_journal_but_that_of_the_batch_script(
     for node in range(20):
         (logs.run.journal_folder / f"n{node}.jsonl").write_text("")
     opened = count(os, "open")
-    show(logs.run, LogQuery())
+    show_logs(logs.run, LogQuery())
     journals = {Path(name).name for name in opened if str(name).endswith(".jsonl")}
     assert journals == {"batch.jsonl"}
     assert "hello" in capfd.readouterr().out
@@ -160,11 +160,11 @@ def test_following_opens_only_logs_that_have_grown(tmp_path: Path, count: Count)
     logs = Logs(tmp_path).attempt(0).say("hello\n", 0, 1, 2, 3)
     group = merge.AttemptLogs(logs.run, logs.run.attempt(0), tidy=True)
     group.update(is_last=False)
-    assert len(list(group.new_lines(is_last=False))) == 4
+    assert len(list(group.read_new_lines(is_last=False))) == 4
     opened = count(os, "open")
     logs.say("more\n", 2)
     group.update(is_last=False)
-    assert [line.text for line in group.new_lines(is_last=False)] == [b"more\n"]
+    assert [line.text for line in group.read_new_lines(is_last=False)] == [b"more\n"]
     assert {Path(name).name for name in opened if str(name).endswith(".log")} == {"rank-2.log"}
 
 
@@ -177,7 +177,7 @@ def test_lines_that_are_noted_a_moment_apart_are_still_one(tmp_path: Path) -> No
         logs.second += 0 if ranks == (2,) else 10
         logs.say("epoch\n", *ranks)
         group.update(is_last=False)
-        for line in group.new_lines(is_last=False):
+        for line in group.read_new_lines(is_last=False):
             shown += [ranks for _, ranks in fold.add(line)]
     shown += [ranks for _, ranks in fold.release(math.inf)]
     assert shown == [[0, 2], [0, 2]]  # the line of the beginning, and this one
@@ -188,7 +188,7 @@ def test_following_looks_at_new_notes_alone(tmp_path: Path, count: Count) -> Non
     _print_each_second(logs, 0, 500, NOW - 5000)
     group = merge.AttemptLogs(logs.run, logs.run.attempt(0), tidy=True)
     group.update(is_last=False)
-    assert len(list(group.new_lines(is_last=False))) == 500
+    assert len(list(group.read_new_lines(is_last=False))) == 500
     (log,) = group.logs.values()
     assert merge._cuts(log, None) == merge._cuts(log, range(10**10)) == []
     log.times.append(NOW)
@@ -200,7 +200,7 @@ def test_following_looks_at_new_notes_alone(tmp_path: Path, count: Count) -> Non
     ("count_of_logs", "size"), [(0, CHUNK_BYTES), (64, 1 << 19), (8192, 1 << 15)]
 )
 def test_many_logs_are_merged_in_a_bounded_memory(count_of_logs: int, size: int) -> None:
-    assert chunk_for(count_of_logs) == size
+    assert chunk_bytes(count_of_logs) == size
 
 
 def _print_each_second(logs: Logs, rank: int, lines: int, begin: float) -> None:
@@ -220,7 +220,7 @@ def test_lines_of_one_rank_alone_are_shown_in_one_piece(
     _print_each_second(logs, 0, 2000, NOW - 5000)
     _print_each_second(logs, 1, 1, NOW - 4000)  # in the midst of the other's
     added = count(merge.LineFold, "add")
-    show(logs.run, LogQuery())
+    show_logs(logs.run, LogQuery())
     assert len(added) < 20
     lines = capfd.readouterr().out.splitlines()
     expected = [f"a rank 0 | rank 0 line {line}" for line in range(2000)]
@@ -240,7 +240,7 @@ def test_of_ranks_that_print_the_same_one_stands_for_all(
         with open(node.printed, "a") as printed:
             printed.write(f"{NOW - 1000:.3f} {rank} {node.rank_log(rank).stat().st_size}\n")
     folded = count(merge, "_fold_lines")
-    show(logs.run, LogQuery())
+    show_logs(logs.run, LogQuery())
     assert [len(lines) for lines in folded] == [5]  # two of 199 ranks, three of rank 7
     lines = [line for line in capfd.readouterr().out.splitlines() if "|" in line]
     assert [line.partition("| ")[2] for line in lines] == ["one", "other", "two"]

@@ -20,7 +20,7 @@ from hpc_ddp.report.explain import facts as explain_facts
 from hpc_ddp.report.explain.explain import explain_run
 from hpc_ddp.report.status import state
 from hpc_ddp.report.status.run_status import has_ended, status_of
-from hpc_ddp.report.status.run_table import table
+from hpc_ddp.report.status.run_table import runs_table
 from hpc_ddp.report.status.state import RunState
 from tests.raw_events import raw
 from tests.skips import skip_or_fail
@@ -172,7 +172,7 @@ def test_an_end_of_another_users_run_is_shown(
 def test_one_long_name_does_not_widen_the_table(make: Callable[..., RunFolder]) -> None:
     run = make("train", "")
     run.journal("submit").write(raw("queued", job_id="9" * 5000))
-    lines = table([status_of(run, Queue({}))]).splitlines()
+    lines = runs_table([status_of(run, Queue({}))]).splitlines()
     assert max(map(len, lines)) < 200
     assert "9" * 60 in lines[1]
 

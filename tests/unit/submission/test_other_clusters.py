@@ -66,7 +66,7 @@ def test_a_step_beside_a_worker_of_another_cluster_is_started_there(
     (attempt.path / "attempt.json").write_text(json.dumps({"job_id": "31", "cluster": "other"}))
     slurm_commands.answer("scontrol", "ClusterName = here\n")
     slurm_commands.answer("scontrol", "   JobState=RUNNING Reason=None\n")
-    words = attach_command.command(run, None, None, ["stacks"], False)
+    words = attach_command.make_command(run, None, None, ["stacks"], False)
     assert words[:3] == ["srun", "--clusters=other", "--jobid=31"]
 
 

@@ -13,7 +13,7 @@ from hpc_ddp.live_jobs import Queue
 from hpc_ddp.node.outcome.verdict import AttemptFacts as VerdictFacts
 from hpc_ddp.node.outcome.verdict import decide
 from hpc_ddp.report.logs.files import LogQuery
-from hpc_ddp.report.logs.view import follow, show
+from hpc_ddp.report.logs.view import follow_logs, show_logs
 from hpc_ddp.report.status.run_status import status_of
 from tests.raw_events import typed
 from unit.report.written_runs import Written, record
@@ -270,10 +270,10 @@ def test_a_lost_standalone_run_has_no_logs(tmp_path: Path) -> None:
     for explanation in (written.explain(), written.explain(live=True)):
         assert "hpc-ddp logs" not in explanation.hint
     with pytest.raises(UsageError, match="by hand: its output went to its terminal") as caught:
-        show(written.run, LogQuery())
+        show_logs(written.run, LogQuery())
     assert str(caught.value.hint).startswith("hpc-ddp explain ")
     with pytest.raises(UsageError, match="by hand"):
-        follow(written.run, LogQuery(), lambda: True)
+        follow_logs(written.run, LogQuery(), lambda: True)
 
 
 def test_a_script_that_was_killed_at_its_time_limit_is_named(written: Written) -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpc_ddp.core.journal.events import JournalEvent
-from hpc_ddp.report.html.curves import Curve, Point, columns, curves_of, starts_of
+from hpc_ddp.report.html.curves import Curve, Point, curves_of, merge_points, starts_of
 from tests.raw_events import typed
 
 
@@ -52,7 +52,7 @@ def test_infinite_numbers_are_segments_of_their_own() -> None:
 @given(st.lists(st.floats(-1e9, 1e9), min_size=1, max_size=300), st.integers(1, 30))
 def test_columns_keep_the_least_and_the_greatest(numbers: list[float], count: int) -> None:
     points = [Point(step, number, 0) for step, number in enumerate(numbers)]
-    joined = columns(points, len(points) / count)
+    joined = merge_points(points, len(points) / count)
     assert len(joined) <= count + 1
     assert min(column.low for column in joined) == min(numbers)
     assert max(column.high for column in joined) == max(numbers)

@@ -117,7 +117,7 @@ class Written:
         return self.event("verdict", attempt, cause="finished", action="none", why="")
 
     def page(self) -> Page:
-        return check(page.render(self.run, TEMPLATES))
+        return check(page.render_page(self.run, TEMPLATES))
 
 
 def test_the_page_of_a_run_that_was_preempted_twice(tmp_path: Path) -> None:
@@ -285,4 +285,4 @@ def test_an_array_has_no_page_and_its_task_has(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="is an array; accepted: one of its tasks") as caught:
         sweep.page()
     assert f"hpc-ddp status {sweep.run.path}" in str(caught.value.hint)
-    assert "--lr=0.2" in check(page.render(sweep.run.task(1), TEMPLATES)).text
+    assert "--lr=0.2" in check(page.render_page(sweep.run.task(1), TEMPLATES)).text

@@ -9,7 +9,7 @@ import pytest
 
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.report.logs.files import LogQuery
-from hpc_ddp.report.logs.view import follow, show
+from hpc_ddp.report.logs.view import follow_logs, show_logs
 from unit.report.logs.fakes import Logs
 
 GLOO = "[W1121 20:48:17.333 socket.cpp:207] [c10d] The hostname of the client socket cannot be"
@@ -29,7 +29,7 @@ def shown(logs: Logs, capfd: Any, **options: Any) -> list[str]:
         "raw": False,
     }
     query |= options
-    show(logs.run, LogQuery(**query))
+    show_logs(logs.run, LogQuery(**query))
     return [line.rstrip() for line in capfd.readouterr().out.splitlines()]
 
 
@@ -81,7 +81,7 @@ def test_where_only_rank_0_speaks_nothing_is_marked(logs: Logs, capfd: Any) -> N
 def test_one_rank_is_shown_as_it_is(logs: Logs, capfd: Any) -> None:
     logs.say(NOISE, 2, 3).say("a\rb\r", 3).say("c\n[rank3]: d", 3)
     text = logs.run.attempt(0).node("b").rank_log(3).read_bytes().decode()
-    show(logs.run, LogQuery(rank=3))
+    show_logs(logs.run, LogQuery(rank=3))
     assert capfd.readouterr().out == text
     assert shown(logs, capfd)[1:] == ["b rank 3 | c", "b rank 3 | d"]
 
@@ -138,7 +138,7 @@ def test_attempt_that_no_task_of_an_array_has_is_refused_with_the_existing_ones(
     array = Logs(tmp_path).run
     array.job_json.write_text('{"array": "0-1"}')
     with pytest.raises(UsageError, match="has no attempt 7; attempts: 0, 1") as error:
-        show(array, LogQuery(attempt=7))
+        show_logs(array, LogQuery(attempt=7))
     assert str(error.value.hint).endswith("run --attempt 1")
 
 
@@ -159,7 +159,7 @@ def test_following_continues_over_attempts(logs: Logs, capfd: Any, monkeypatch: 
             story.pop(0)()
         return not story
 
-    follow(logs.run, LogQuery(), ended)
+    follow_logs(logs.run, LogQuery(), ended)
     lines = [line.strip() for line in capfd.readouterr().out.splitlines()]
     assert [line.partition(" ended")[0].partition(" began")[0] for line in lines] == [
         *("--- attempt 0", "x", "half", "--- attempt 0"),

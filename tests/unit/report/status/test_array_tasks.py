@@ -11,7 +11,7 @@ import pytest
 
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.live_jobs import Queue
-from hpc_ddp.report.status.array_tasks import Task, rank, table
+from hpc_ddp.report.status.array_tasks import Task, rank_tasks, task_table
 from hpc_ddp.report.status.run_status import status_of
 from hpc_ddp.report.status.state import RunState
 
@@ -63,14 +63,14 @@ def trials(sweep: RunFolder, *fields: dict[str, Any]) -> list[Task]:
 def test_trials_are_ranked(
     sweep: RunFolder, fields: list[dict[str, Any]], order: list[int], metric: str
 ) -> None:
-    ranking = rank(trials(sweep, *fields))
+    ranking = rank_tasks(trials(sweep, *fields))
     assert ranking is not None
     assert [task.index for task in ranking.tasks] == order
     assert ranking.text(sweep) == (
         f"best: task {order[0]} (lr=0.{order[0]}), with the {metric}\n"
         f"again: hpc-ddp rerun {sweep.path}/task-{order[0]}"
     )
-    rows = table(ranking.tasks).splitlines()[1:]
+    rows = task_table(ranking.tasks).splitlines()[1:]
     assert [int(row.split()[0]) for row in rows] == order
 
 
@@ -78,12 +78,12 @@ def test_a_sweep_under_way_has_a_best_so_far(sweep: RunFolder) -> None:
     first, second = trials(sweep, {"loss": 2.0}, {"loss": 1.0})
     running = replace(second, state=RunState.RUNNING)
     waiting = Task(2, {"lr": "0.2"}, RunState.WAITING, None, None)
-    ranking = rank([waiting, first, running])
+    ranking = rank_tasks([waiting, first, running])
     assert ranking is not None
     assert [task.index for task in ranking.tasks] == [1, 0, 2]
     assert ranking.text(sweep).startswith("best so far: task 1 (lr=0.1), with the lowest loss, 1\n")
 
 
 def test_without_a_metric_or_a_trial_there_is_no_best(sweep: RunFolder) -> None:
-    assert rank(trials(sweep, {}, {})) is None
-    assert rank([replace(task, trial={}) for task in trials(sweep, {"loss": 1.0})]) is None
+    assert rank_tasks(trials(sweep, {}, {})) is None
+    assert rank_tasks([replace(task, trial={}) for task in trials(sweep, {"loss": 1.0})]) is None

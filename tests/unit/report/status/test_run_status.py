@@ -31,7 +31,7 @@ def test_a_running_runs_status(tmp_path: Path) -> None:
     assert status.time_left_s == 3723
     assert status.eta_s == pytest.approx(150, abs=10)
     assert status.last_checkpoint_s == pytest.approx(50, abs=10)
-    text = overview.table([status])
+    text = overview.runs_table([status])
     assert text.splitlines()[0].split() == list(overview.COLUMNS)
     assert "400/1000" in text
     unlimited = Queue({"7": QueuedJob("RUNNING", "None", "n1", "UNLIMITED")})
@@ -102,7 +102,7 @@ def test_a_slow_rank_is_named_only_when_it_is_slow_for_long(tmp_path: Path) -> N
     assert str(slow_rank(run.events())).startswith("rank 2 on n2 is slow: 0.3 s a step of its own")
     status = status_of(run, Queue({"7": RUNNING_JOB}))
     assert status.slow == "rank 2 on n2 is slow: 0.3 s a step of its own, others 0.1 s"
-    assert status.slow in overview.table([status])
+    assert status.slow in overview.runs_table([status])
     write_event(
         run, "rank-0", "worker", 0, began=time.time(), called=time.time()
     )  # they were started again

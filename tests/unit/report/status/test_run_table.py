@@ -19,28 +19,28 @@ from unit.report.written_runs import RUNNING_JOB, make_run
 def test_the_newest_and_the_live_ones_are_shown(tmp_path: Path, monkeypatch: Any) -> None:
     runs = [make_run(tmp_path, number, ended=number != 3) for number in range(30)]
     queue = Queue({"3": RUNNING_JOB})
-    shown, older = overview.select(tmp_path, queue, show_all=False)
+    shown, older = overview.select_runs(tmp_path, queue, show_all=False)
     assert (len(shown), older) == (21, 9)
     assert shown[:2] == [runs[29], runs[28]]
-    assert len(overview.select(tmp_path, queue, show_all=True)[0]) == 30
+    assert len(overview.select_runs(tmp_path, queue, show_all=True)[0]) == 30
     monkeypatch.setattr(overview, "read_queue", lambda: queue)
-    table = overview.show(tmp_path, [], False, False)
+    table = overview.status_text(tmp_path, [], False, False)
     assert [line.split()[2] for line in table.splitlines()[1:4]] == ["3", "29", "28"]
     assert table.endswith("… 9 older: hpc-ddp status --all")
-    assert len(json.loads(overview.show(tmp_path, [], False, True))) == 30
+    assert len(json.loads(overview.status_text(tmp_path, [], False, True))) == 30
 
 
 def test_a_narrow_terminal_loses_columns_not_lines(tmp_path: Path) -> None:
     row = status_of(make_run(tmp_path), Queue({"7": RUNNING_JOB}))
     widths = {}
     for width in (200, 120, 100, 80, 60, 40):
-        lines = overview.table([row], width).splitlines()
+        lines = overview.runs_table([row], width).splitlines()
         assert len(lines) == 2
         assert all(len(line) <= width for line in lines)
         widths[width] = lines[0].split()
     assert set(widths[80]) < set(widths[120]) < set(widths[200])
     assert set(widths[40]) <= {"name", "state", "step", "left", "why"}
-    assert "\033[32mrunning" in overview.table([row], 120, colours=True)
+    assert "\033[32mrunning" in overview.runs_table([row], 120, colours=True)
 
 
 def test_the_queue_is_read_once(tmp_path: Path, monkeypatch: Any) -> None:
@@ -54,7 +54,7 @@ def test_the_queue_is_read_once(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(overview, "read_queue", queue)
     for number in range(5, 30):
         make_run(tmp_path, number)
-    table = overview.show(tmp_path, [], True, False)
+    table = overview.status_text(tmp_path, [], True, False)
     assert table.count("\n") == 25
     assert table.splitlines()[1].split()[2:4] == ["7", "running"]
     assert len(calls) == 1
@@ -91,6 +91,7 @@ def test_an_array_whose_job_json_is_broken_is_not_finished(tmp_path: Path) -> No
     task = RunFolder(run.path / "task-0").make()
     task.job_json.write_text("{")
     task.journal("batch").write(raw("finished", step=3))
-    assert "1 tasks finished; job.json can't be read" in overview.show(tmp_path, [], True, False)
-    text = overview.show(tmp_path, ["digits"], False, False)
+    everything = overview.status_text(tmp_path, [], True, False)
+    assert "1 tasks finished; job.json can't be read" in everything
+    text = overview.status_text(tmp_path, ["digits"], False, False)
     assert "job.json can't be read" in text

@@ -80,7 +80,7 @@ def test_each_setting_has_its_origin(project: Path, monkeypatch: pytest.MonkeyPa
         ("warm-start", "default", "True"),
         ("torchrun", "--torchrun", "--numa-binding=node"),
     ]
-    line = next(line for line in origin.format_table(rows).splitlines() if line.startswith("nodes"))
+    line = next(line for line in origin.table(rows).splitlines() if line.startswith("nodes"))
     assert line.split() == ["nodes", "--nodes", "2"]
     assert not (project.parent / "runs").exists()
 
