@@ -65,8 +65,7 @@ class SignalForwarder:
             self._process.terminate()
 
     def wait(self, started: backends.StartedRun) -> int:
-        """Wait for the process of a run, which must have one, and return its exit code; 128 + n
-        where signal n ended it."""
+        """Wait for the process that a run has; return its exit code, 128 + n after signal n."""
         assert started.process is not None
         self._process = started.process
         if self._has_come:

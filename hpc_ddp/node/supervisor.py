@@ -5,9 +5,9 @@
 
 The second form is for ``--launcher srun``: a task, and so a supervisor, for each worker.
 
-Slurm signals the task, or every process of the step. The supervisor, which is the task, decides
-whether that is a notice, writes the notice into a file, and signals the workers. SIGTERM without
-that file tells a worker that a peer has failed.
+Slurm signals the task, or each process of the step. The supervisor, which is the task, decides
+whether that is a notice. If so, it writes a file and signals the workers; without that file SIGTERM
+means the failure of a peer.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Supervisor:
     _has_warned: bool = False  # that the workers will be killed
     _kill_at: float = 0.0  # 0: not set; this and the next by `time.monotonic()`
     _noticed_at: float = 0.0
-    _polled_at: float = float("inf")  # no poll yet
+    _polled_at: float = math.inf  # no poll yet
     _next_poll: float = 0.0
     _woke_at: float = -math.inf  # when this loop last went on after it had stood still
     _oom_kills: int = field(default_factory=oom.count_kills)
@@ -358,10 +358,9 @@ class Supervisor:
 
 
 def main(argv: list[str]) -> int:
-    """Supervise the launch of `argv`: a name in `LAUNCHES`, and a command with the job's Python, in
-    place of which a step of the batch script, and ``--stage``, use this process's. Return the code
-    of `Supervisor.run`; 1 for an OSError or a damaged variable, which are printed. At the end
-    `leave_tree` removes a copy of ``--stage``."""
+    """Supervise the launch of `argv`: a name in `LAUNCHES`, and a command with the job's Python (a
+    step of the batch script, and ``--stage``, use this process's). Return the code of
+    `Supervisor.run`; 1 for a damaged variable or an OSError, which is printed."""
     kind, *command = argv
     is_in_batch_step = "SLURM_JOB_ID" in os.environ and "SUBMITIT_EXECUTOR" not in os.environ
     if (is_in_batch_step or "HPC_DDP_NEAR" in os.environ) and sys.executable:

@@ -17,8 +17,8 @@ from typing import IO, Any
 from hpc_ddp import __version__, slurm
 from hpc_ddp.core.errors import HpcDdpError, UsageError
 from hpc_ddp.core.file_io import open_data, read_text
-from hpc_ddp.core.job.checks import SECRET_NAME, URL_WITH_PASSWORD
 from hpc_ddp.core.job.options import JobSpec
+from hpc_ddp.core.job.variables import SECRET_NAME, URL_WITH_PASSWORD
 from hpc_ddp.core.run_folder import RunFolder
 
 LOG_BYTES = 2**20  # of the end of each log

@@ -213,15 +213,13 @@ class Run(ModelSetup):
     ) -> torch.Tensor | None:
         """Clip the gradients, step, and set them to None; do nothing unless `ends_step`.
 
-        A script may make these calls (``optimizer.step()`` above all) itself, but for fp16, where
-        `update` also undoes the scaling, and skips the step and the scheduler's if a gradient has
-        overflowed. All ranks call it.
+        A script may make these calls itself, except with fp16: `update` also undoes the scaling,
+        and skips both steps if a gradient has overflowed. All ranks call it.
 
         Parameters
         ----------
         clip_norm
-            scales the gradients down to this norm over all of the optimizer's parameters;
-            UsageError if it is not above 0
+            scales the gradients to this norm at most, over the optimizer; UsageError if <= 0
         scheduler
             stepped once per optimizer step
 

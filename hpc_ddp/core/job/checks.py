@@ -14,7 +14,7 @@ from hpc_ddp.core.job.option_declaration import key_of
 from hpc_ddp.core.job.slurm_options import SBATCH_REFUSED, SRUN_SETTLED, split_raw
 from hpc_ddp.core.job.slurm_values import array_indexes, check_time_min, parse_signal, parse_time
 from hpc_ddp.core.job.sweep import check_sweep
-from hpc_ddp.core.job.variables import OF_USERS, names_in
+from hpc_ddp.core.job.variables import OF_USERS, SECRET_NAME, URL_WITH_PASSWORD, names_in
 
 if TYPE_CHECKING:
     from hpc_ddp.core.job.options import JobSpec
@@ -50,19 +50,6 @@ _MPIRUN_SETTLED = (
 GPUS = re.compile(r"(?:(?P<type>[\w.-]+):)?(?P<count>\d+)", re.A)
 JOB_NAME = re.compile(r"\w[\w .+=,@-]{0,99}")
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-# A part of a name, in any case, that makes its value a secret.
-SECRET_NAME = (
-    r"TOKEN(?!IZER|S)|SECRET|PASSW|PASSPHRASE|CREDENTIAL|AUTHORIZATION|COOKIE"
-    r"|JWT|(?:GH|GITHUB|GITLAB|AZURE|ADO|HF)_PAT(?![^\W_])"
-    r"|(?<![^\W_])(?:API|ACCESS|PRIVATE)?_?KEY(?![^\W_])"
-)
-# The same for bash, in capitals, and with a few names more.
-SECRET_NAME_OF_BASH = (
-    "TOKEN|SECRET|PASSW|PASSPHRASE|CREDENTIAL|AUTHORIZATION|COOKIE"
-    "|JWT|(GH|GITHUB|GITLAB|AZURE|ADO|HF)_PAT(_|$)|(^|_)(API|ACCESS|PRIVATE)?_?KEY(_|$)"
-)
-URL_WITH_PASSWORD = r"(://[^/\s:@]*:)[^/\s@]+(?=@)"  # https://user:password@host
-URL_WITH_PASSWORD_OF_BASH = "://[^/[:space:]:@]*:[^/[:space:]@]+@"
 _TORCHRUN = re.compile(r"--?(?P<name>[a-z][a-z_-]*)(=[\w./:,@%+=-]+)?")
 _MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 

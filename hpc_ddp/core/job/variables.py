@@ -13,6 +13,20 @@ import shlex
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
+# A part of a name, in any case, that makes its value a secret.
+SECRET_NAME = (
+    r"TOKEN(?!IZER|S)|SECRET|PASSW|PASSPHRASE|CREDENTIAL|AUTHORIZATION|COOKIE"
+    r"|JWT|(?:GH|GITHUB|GITLAB|AZURE|ADO|HF)_PAT(?![^\W_])"
+    r"|(?<![^\W_])(?:API|ACCESS|PRIVATE)?_?KEY(?![^\W_])"
+)
+# The same for bash, in capitals, and with a few names more.
+SECRET_NAME_OF_BASH = (
+    "TOKEN|SECRET|PASSW|PASSPHRASE|CREDENTIAL|AUTHORIZATION|COOKIE"
+    "|JWT|(GH|GITHUB|GITLAB|AZURE|ADO|HF)_PAT(_|$)|(^|_)(API|ACCESS|PRIVATE)?_?KEY(_|$)"
+)
+URL_WITH_PASSWORD = r"(://[^/\s:@]*:)[^/\s@]+(?=@)"  # https://user:password@host
+URL_WITH_PASSWORD_OF_BASH = "://[^/[:space:]:@]*:[^/[:space:]@]+@"
+
 LONGEST_ARRAY = 100_000  # characters of a variable; Linux starts no process beside one of 128 KiB
 # The variables by which torchrun makes a process a rank of a world, as a regular expression.
 OF_A_RANK = r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_\w+"

@@ -15,11 +15,10 @@ from pathlib import Path
 
 from hpc_ddp.core.console.terminal import answer
 from hpc_ddp.core.errors import HpcDdpError
-from hpc_ddp.core.job.checks import SECRET_NAME_OF_BASH, URL_WITH_PASSWORD
 from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.job.slurm_values import array_indexes
 from hpc_ddp.core.job.task_folder import run_of_job
-from hpc_ddp.core.job.variables import export_lines
+from hpc_ddp.core.job.variables import SECRET_NAME_OF_BASH, URL_WITH_PASSWORD, export_lines
 from hpc_ddp.core.journal.journal import first_attempt
 from hpc_ddp.core.run_folder import RunFolder
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from itertools import chain, count
 
-from hpc_ddp.core.job.checks import SECRET_NAME, URL_WITH_PASSWORD
+from hpc_ddp.core.job.variables import SECRET_NAME, URL_WITH_PASSWORD
 from hpc_ddp.submission.job_script.conversion import LOST, Conversion
 
 MARK = "a secret's value is not written: export {0} in your shell; as --env {0}"

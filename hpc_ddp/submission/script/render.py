@@ -10,15 +10,18 @@ from typing import Any
 from hpc_ddp import __version__
 from hpc_ddp.core.attempt_env import installed_python, options_of_variables
 from hpc_ddp.core.errors import UsageError
-from hpc_ddp.core.job.checks import (
-    SECRET_NAME_OF_BASH,
-    URL_WITH_PASSWORD_OF_BASH,
-    mpirun_words,
-)
+from hpc_ddp.core.job.checks import mpirun_words
 from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.job.slurm_options import as_pairs
 from hpc_ddp.core.job.sweep import trial_args
-from hpc_ddp.core.job.variables import OF_FIRST_JOB, array_exports, is_of_worker, names_in
+from hpc_ddp.core.job.variables import (
+    OF_FIRST_JOB,
+    SECRET_NAME_OF_BASH,
+    URL_WITH_PASSWORD_OF_BASH,
+    array_exports,
+    is_of_worker,
+    names_in,
+)
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.slurm_text import parse_options
 from hpc_ddp.submission.script import container, template
