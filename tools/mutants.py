@@ -104,9 +104,12 @@ class Map:
         """Return the lines of a run with at least these places; of a complete one, if there is."""
         counts = {each.name: len(each.mutations) for each in self._draws}
         runs: dict[str, list[Line]] = {}
+        words = self._prefix.count(" ") + 1  # else a row of further tests would begin like this
         for line in self._store.newest().values():
-            if line["row"].startswith(self._prefix) and line["commit"] == self._commit:
-                runs.setdefault(line["row"].rpartition(" ")[0], []).append(line)
+            row = line["row"]
+            is_of_tests = row.startswith(self._prefix) and row.count(" ") == words
+            if is_of_tests and line["commit"] == self._commit:
+                runs.setdefault(row.rpartition(" ")[0], []).append(line)
         for lines in runs.values():
             draws = lines[0]["draws"]
             has_all = all(draws.get(name, 0) >= count for name, count in counts.items())

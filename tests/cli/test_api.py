@@ -61,7 +61,7 @@ def test_a_run_is_cancelled(project: Path) -> None:
 def test_files_count_and_a_default_is_not_said(project: Path) -> None:
     (project / "hpc-ddp.toml").write_text('nodes = 3\nbackend = "local"\n[env]\nA = "1"\n')
     spec = hpc_ddp.JobSpec("train.py", env={"B": "2"}, gpus_per_node="2", nodes=1)
-    merged = api._as_file(api._set_fields(spec) | {"site": "generic"})
+    merged = api._checked_settings(api._non_default_fields(spec) | {"site": "generic"})
     assert merged == {
         "script": "train.py",
         "env": {"B": "2"},
@@ -97,16 +97,16 @@ def test_a_job_has_the_warnings_of_the_command(project: Path) -> None:
 
 
 def test_a_sweep_has_a_task_for_each_point() -> None:
-    said = api._sweep({"lr": [0.1, 0.2], "seed": range(3)})
+    said = api._sweep_settings({"lr": [0.1, 0.2], "seed": range(3)})
     assert said == {"sweep": {"lr": ("0.1", "0.2"), "seed": ("0", "1", "2")}, "array": "0-5"}
     assert len(hpc_ddp.JobSpec("train.py", **said).trials) == 6
-    assert api._sweep(None) == api._sweep({}) == {}
+    assert api._sweep_settings(None) == api._sweep_settings({}) == {}
 
 
 @pytest.mark.parametrize("sweep", [[], "", 0, {1: [2]}, {"lr": "0.1"}, {"lr": b"1"}, {"lr": 0.1}])
 def test_a_sweep_that_is_none_is_refused(sweep: Any) -> None:
     with pytest.raises(hpc_ddp.UsageError, match="accepted: names, each with its values"):
-        api._sweep(sweep)
+        api._sweep_settings(sweep)
 
 
 def test_no_such_name() -> None:
