@@ -1,9 +1,7 @@
 """Commands of the batch script: the attempt's variables before the step, the verdict after it.
 
-``python <run>/lib/node.py batch queue-next | begin | watch SHELL | warned | interrupted | next-port
-| teardown-time | verdict``
-
-It runs on the first node, outside of any container, since scontrol is often missing inside.
+``python <run>/lib/node.py batch COMMAND``, see `_call`. It runs on the first node, outside of any
+container, since scontrol is often missing inside.
 """
 
 from __future__ import annotations
@@ -47,8 +45,7 @@ from hpc_ddp.node.workers.worker import die_with_parent
 from hpc_ddp.slurm_text import Job
 
 ASK_SHARE = 0.2  # of the time that is left: the pause until Slurm is asked for the end time again
-ASK_LEAST_S = 5.0
-ASK_MOST_S = 3600.0  # without a limit, which an operator may set all the same
+ASK_LEAST_S, ASK_MOST_S = 5.0, 3600.0  # also without a limit: an operator may set one
 SAME_S = 3.0  # how far two answers about the same end may lie apart: Slurm counts whole seconds
 TEARDOWN_S = 300.0  # what a user's lines after the training may take
 
@@ -359,8 +356,8 @@ def _live_as_batch_shell() -> None:
 
 def _call(argv: list[str], environ: dict[str, str]) -> int:
     """Run the command of the batch script that `argv` names; return its exit code: that of the
-    verdict for ``verdict``, 2 for an unknown name, else 0. An HpcDdpError or OSError is printed on
-    stderr, and the code is the error's own, or `CAN_GO_ON`.
+    verdict for ``verdict``, 2 for an unknown name, else 0. An HpcDdpError, an OSError and the
+    error of a damaged file are printed; the code is the error's own, or `CAN_GO_ON`.
 
     Some commands print an answer for the batch shell: ``begin`` bash lines (``exit 0`` where there
     is nothing to do), ``teardown-time`` and ``next-port`` a number. ``warned`` and ``watch`` ignore
@@ -396,5 +393,8 @@ def _call(argv: list[str], environ: dict[str, str]) -> int:
         return error.exit_code
     except OSError as error:
         say(f"the run's folder can't be used: {error}; once it can: hpc-ddp submit --run RUN")
+        return CAN_GO_ON
+    except (KeyError, TypeError, ValueError) as error:
+        say(f"a file of the attempt is damaged ({error!r}); to go on: hpc-ddp submit --run RUN")
         return CAN_GO_ON
     return 0

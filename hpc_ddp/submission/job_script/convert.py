@@ -327,10 +327,10 @@ def convert(
     for line, (group, reason) in job.marks.items():
         result.mark(line, line, group, reason)
     if job.line:
-        text = (
-            "the job is the script that it submits here; the lines around it are read as the job's"
+        result.note(
+            job.line,
+            "the job is the script that it submits here; the lines around it are read as the job's",
         )
-        result.note(job.line, text)
     launch, at = choose_launch(reader, result)
     at = _join_child_shells(reader, at) if launch else at
     _mark_exported(reader.statements)

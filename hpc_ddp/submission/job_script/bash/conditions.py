@@ -89,6 +89,8 @@ def _is_empty(words: list[Word], scope: Scope, is_guessed: bool) -> bool | None:
     the script, a file that it sources nor the submitting shell sets is taken to be empty with
     `is_guessed`, and is then added to ``scope.guesses``; without it, if it is there already.
     """
+    if any(part.text for word in words for part in word.parts if not part.is_code):
+        return False  # as "x$FOO"
     names = [name for word in words for name in word.names]
     of_slurm = {name for name in names if name.startswith("SLURM_")}
     if scope.numbers.get("SLURM_GPUS_ON_NODE"):
@@ -100,7 +102,7 @@ def _is_empty(words: list[Word], scope: Scope, is_guessed: bool) -> bool | None:
     if not is_guessed and not scope.guesses.issuperset(names):
         return None
     scope.guesses.update(names)
-    return bool(names) or not any(word.text for word in words)
+    return True
 
 
 def branches_of(node: Node) -> Iterable[Branch]:

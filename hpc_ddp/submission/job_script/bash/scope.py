@@ -317,10 +317,11 @@ class Scope:
             yield self._code_part(text, is_quoted)
             return
         assigned = list(self.arguments or ()) if is_all else self.values.get(name)
-        is_given = name.isdigit() and len(self.arguments or ()) >= int(name)
+        is_number = name.isdigit() and int(name) > 0 and self.arguments is not None
+        is_given = is_number and len(self.arguments or ()) >= int(name)
         if text in ("$#", "${#}") and self.arguments is not None:
             yield Part(str(len(self.arguments)))
-        elif name.isdigit() and self.arguments is not None and (is_given or not operator):
+        elif is_number and (is_given or not operator):
             yield from self._argument_parts(int(name))
         elif isinstance(assigned, list) and (array or not match or not operator):
             words = assigned if array or is_all else assigned[:1]  # $A: the first element
@@ -339,10 +340,8 @@ class Scope:
             yield self._code_part(text, is_quoted or name in self.secrets)
 
     def _argument_parts(self, number: int) -> Iterator[Part]:
-        """Yield the parts of an argument by its `number`, from 1; nothing for one that is not
-        there, and for 0."""
-        arguments = (self.arguments or ())[number - 1 : number] if number else ()
-        for word in arguments:
+        """Yield the parts of an argument by its `number`, from 1; nothing where there is none."""
+        for word in (self.arguments or ())[number - 1 : number]:
             yield from word.parts
 
     def _default_parts(

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from hpc_ddp.core.errors import CAN_GO_ON
 from hpc_ddp.core.job.attempt_folder import AttemptFolder
 from hpc_ddp.core.journal.events import VerdictGiven
 from hpc_ddp.core.journal.journal import last_event
@@ -249,6 +250,18 @@ def test_each_call_of_the_batch_script(
     answer_scontrol(controller, show_job(restarts=1))
     assert call("begin", SLURM_RESTART_COUNT="1") == 0
     assert capsys.readouterr().out == "<hpc-ddp>exit 0</hpc-ddp>\n"
+
+
+def test_a_damaged_record_ends_in_a_sentence(
+    run: RunFolder, call: Callable[..., int], printed: list[str], controller: Slurm, clock: Clock
+) -> None:
+    assert call("begin") == 0
+    write_record(run.attempt(0), "n1", code=0)
+    record = run.attempt(0).node("n1").record
+    record.write_text(record.read_text().replace('"n1"', '["n1"]'))
+    assert call("verdict") == CAN_GO_ON
+    assert printed[-1].startswith("a file of the attempt is damaged (TypeError(")
+    assert printed[-1].endswith("to go on: hpc-ddp submit --run RUN")
 
 
 @pytest.mark.parametrize(

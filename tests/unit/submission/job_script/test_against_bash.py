@@ -62,6 +62,8 @@ def played(tmp_path: Path, text: str) -> tuple[str, str, bool]:
         ("sort <a> out", "torchrun train.py --n $(cat out)"),
         ("cat > n <<'X'", "$SLURM_NNODES", "X", 'torchrun train.py "$(cat n)"'),
         ('A="p q"', 'echo "$A" && echo $A > out', "torchrun train.py $(cat out)"),
+        ('f() { srun torchrun train.py --log "${0##*/}" $1; }', "f 3"),
+        ('if [ -z "x$Q" ]; then A=1; else A=2; fi', "torchrun train.py $A"),
     ],
 )  # fmt: skip
 def test_the_same_words_are_started(lines: tuple[str, ...], tmp_path: Path) -> None:

@@ -47,6 +47,15 @@ def test_a_here_document_is_the_job(form: str, tmp_path: Path) -> None:
     assert LOST not in {conversion.group(n)[0] for n, line in lines if is_code(line)}
 
 
+def test_its_first_line_and_its_array_are_the_jobs(tmp_path: Path) -> None:
+    """A sentence of the report was read in place of the job's text."""
+    head = "#!/bin/bash -l\n#SBATCH --array=0-3%1 --gpus=1\n"
+    job = f"{head}python train.py --fold $SLURM_ARRAY_TASK_ID\n"
+    settings = of_text(tmp_path, f"sbatch <<'EOT'\n{job}EOT\n").settings()
+    assert settings["array"] == "0-3%1"
+    assert settings["setup"][0].startswith(". /etc/profile")
+
+
 def test_lines_around_it_are_the_jobs(tmp_path: Path) -> None:
     text = f"mkdir -p logs\nexport A=1\nMODEL=$1\nsbatch <<EOT\n{JOB}EOT\necho $1\n"
     settings = of_text(tmp_path, text, "big").settings()
