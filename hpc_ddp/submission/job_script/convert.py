@@ -24,6 +24,7 @@ from hpc_ddp.submission.job_script.directives import (
     take_tasks,
     tasks_of_node,
 )
+from hpc_ddp.submission.job_script.launchers.tasks import LOGIN
 from hpc_ddp.submission.job_script.project_file import is_code
 from hpc_ddp.submission.job_script.statements.choice import choose_launch, has_launch
 from hpc_ddp.submission.job_script.statements.names import note_lost_variables, take_shell_variables
@@ -31,11 +32,6 @@ from hpc_ddp.submission.job_script.statements.reader import Reader
 from hpc_ddp.submission.job_script.statements.sorting import Sorter
 from hpc_ddp.submission.job_script.statements.statement import Statement, first_load
 from hpc_ddp.submission.job_script.wrapper import unwrap
-
-_LOGIN = (  # what a login shell reads: bash(1), INVOCATION
-    ". /etc/profile; for REPLY in ~/.bash_profile ~/.bash_login ~/.profile; do"
-    ' [ ! -r "$REPLY" ] || { . "$REPLY"; break; }; done'
-)
 
 _OF_A_LOGIN = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "MANPATH", "HOME", "TMPDIR", "LANG")
 # Variables that count tasks, or have a number for one task.
@@ -264,7 +260,7 @@ def _take_shebang(first_line: str, result: Conversion) -> None:
     the files that it reads, others by ``set``. ``#!/bin/bash -le`` gives two lines."""
     if shebang := re.match(r"#!.*\s-(-login|\w+)\s*$", first_line):
         if "l" in shebang[1]:
-            result.append("setup", _LOGIN, 1)
+            result.append("setup", LOGIN, 1)
         if options := re.sub("-login|l", "", shebang[1]):
             result.append("setup", f"set -{options}", 1)
 
@@ -305,6 +301,9 @@ def convert(
         {**of_cwd, **shell}, arguments=words, lacks_arguments=not words, shell_names=environ.keys(),
         defaults=defaults, hides=secrets.is_secret,
     )  # fmt: skip
+    if text.startswith("!/"):
+        result.note(1, "sbatch refuses a script whose first line has no #: #! is meant")
+        text = f"#{text}"
     job = unwrap(text, of_wrapper)
     directives, text = job.directives, job.text
     numbers = read_sizes(directives)

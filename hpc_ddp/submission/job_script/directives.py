@@ -133,6 +133,9 @@ def _add_options(pairs: Sequence[tuple[str, str]], line: int, directives: Direct
             before, line_before = directives.options[name]
             operand = f"{before},{operand}"
             directives.marks.setdefault(line_before, (TAKEN, f"--mail-type, in line {line}"))
+        elif (name, operand) == ("mail-user", ""):
+            directives.marks.setdefault(line, (OURS, "empty: Slurm writes to the user, as without"))
+            continue
         elif name in directives.options:
             reason = f"line {line} replaces --{name}"
             directives.replaced.append((directives.options[name][1], reason))

@@ -201,13 +201,17 @@ def _take_program(launch: Launch, result: Conversion, cwd: Path, folder: Path) -
         word = literal(f"./{name}", line)  # srun looks in its own folder last
         name = word.text
     is_elsewhere = launch.folder is None or _sets_folder(launch)
+    # Modules are looked for in the job's folder.
+    chdir, _ = result.values.get("chdir", ("", 0))
+    folders = (os.path.normpath(cwd / str(place or "")) for place in (launch.folder, chdir))
+    is_module_away = is_elsewhere or len({*folders}) > 1
     is_in_image = bool(launch.settings.keys() & {"image", "container"})
     is_away = (is_in_image and not Path(name).is_file()) if os.path.isabs(name) else is_elsewhere
     if not kind and (made_at := _find_line_that_makes(name, result)):
         text = "is made by that line: the job runs it where it is, and not a copy of now"
         result.note(made_at, f"{name} {text}")
         is_away = True
-    if "$" in name or (kind == {"module"} and is_elsewhere) or (not kind and is_away):
+    if "$" in name or (kind == {"module"} and is_module_away) or (not kind and is_away):
         name = _make_command(word, launch)
     elif not kind and not os.path.isabs(name):
         is_below = Path(os.path.realpath(file)).is_relative_to(os.path.realpath(cwd))

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from hpc_ddp.core.errors import UsageError
+from hpc_ddp.submission.job_script.bash.here_documents import as_assignments
 from hpc_ddp.submission.job_script.bash.quotes import without_quoted_texts
 
 Node = Any  # a tree_sitter.Node: the package is optional
@@ -54,12 +55,31 @@ def parse(text: str) -> Node:
     language = tree_sitter.Language(tree_sitter_bash.language())
     parser, parsed = tree_sitter.Parser(language), b""
     text = re.sub(r"(\\(\n|$)\s*)+$", "", text) + "\n"  # a backslash at the script's end
-    text = text.replace("$(((", "$(( (")  # which tree-sitter-bash 0.25 reads as commands in ${…}
+    text = _space_brackets(as_assignments(text))
     code = _quote_placeholders(parser.parse(text.encode()).root_node, text.encode())
     while code != parsed:  # a change lets the parser see others
         root, parsed = parser.parse(code).root_node, code
         code = _with_whole_words(root, code)
     return root
+
+
+def _space_brackets(text: str) -> str:
+    """Return a script with a blank in each ``$(((``, which the parser reads as another expansion:
+    ``$(( (A+1)*2))`` in arithmetic, and ``$( ((A)) && echo 1)`` in a command, of which the first
+    two brackets do not end together."""
+    pieces, end = [], 0
+    for match in re.finditer(r"\$\(\(\(", text):
+        depth, closed = 0, []  # of the brackets where the second ends first, the first last
+        for index in range(match.start() + 1, len(text)):
+            depth += {"(": 1, ")": -1}.get(text[index], 0)
+            if text[index] == ")" and depth < 2:
+                closed.append(index)
+            if not depth:
+                break
+        is_arithmetic = len(closed) < 2 or closed[0] + 1 == closed[-1]
+        pieces += [text[end : match.start()], "$(( (" if is_arithmetic else "$( (("]
+        end = match.end()
+    return "".join([*pieces, text[end:]])
 
 
 def _quote_placeholders(root: Node, code: bytes) -> bytes:

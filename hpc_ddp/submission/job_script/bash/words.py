@@ -53,7 +53,8 @@ class Word:
         ``${NAME}`` before a letter, digit, ``_`` or ``[``; other code as it is written. A backslash
         with the line's end behind it is left out."""
         texts = []
-        for part, next_part in zip(self.parts, [*self.parts[1:], Part("")], strict=False):
+        parts = [part for part in self.parts if part.text]  # without the '' of "$A"''b
+        for part, next_part in zip(parts, [*parts[1:], Part("")], strict=False):
             is_joined = not next_part.is_code and re.match(r"\w|\[", next_part.text)
             variable = f"${{{part.name}}}" if is_joined else f"${part.name}"
             texts.append(variable if part.name else part.text)

@@ -6,10 +6,11 @@ The functions are as in `workers`.
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 from hpc_ddp.core.job.slurm_options import SHORT_OPTIONS, SRUN
 from hpc_ddp.submission.job_script.bash.scope import Scope
-from hpc_ddp.submission.job_script.bash.words import Word, join_words, literal
+from hpc_ddp.submission.job_script.bash.words import Part, Word, join_words, literal
 from hpc_ddp.submission.job_script.conversion import LOST, NO_COMPONENTS
 from hpc_ddp.submission.job_script.launchers.launch import Launch
 from hpc_ddp.submission.job_script.launchers.options import FLAGS, Options, is_launcher, option_name
@@ -148,6 +149,12 @@ def read_mpirun(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
     return launch.take_options(options, _MPIRUN, scope)
 
 
+LOGIN = (  # what a login shell reads: bash(1), INVOCATION
+    ". /etc/profile; for REPLY in ~/.bash_profile ~/.bash_login ~/.profile; do"
+    ' [ ! -r "$REPLY" ] || { . "$REPLY"; break; }; done'
+)
+
+
 def take_command(words: list[Word], launch: Launch) -> None:
     """Make a command that is no launcher, `words`, the program of `launch` (``no-python``), with
     the weight 2, unless it surely trains nothing, as mkdir. A launcher among its words gets a
@@ -171,7 +178,11 @@ def read_shell(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
     is_known = not launch.step or any(not p.is_code and p.text.strip() for p in text.parts)
     if at and is_known:  # 0: without -c
         launch.inner, launch.args = text, words[at + 3 :]  # the word behind the text is $0
-        if options := re.sub("[-c]", "", "".join(word.text for word in words[1 : at + 1])):
+        options = re.sub("[-c]", "", "".join(word.text for word in words[1 : at + 1]))
+        if "l" in options:
+            launch.inner = replace(text, parts=(Part(f"{LOGIN}; "), *text.parts))
+            options = options.replace("l", "")
+        if options:
             note = f'bash -{options}: left out: worker-setup = ["set -…", or "source …profile"]'
             launch.mark(words[0].line, "", note)
     elif launch.step:

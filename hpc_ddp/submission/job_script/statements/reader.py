@@ -119,7 +119,8 @@ class Reader(Reading):
         if first == "cd":
             self.scope.change_folder(words)
         self._exports_all |= first == "set" and bool(re.search(r"\s-\w*a|allexport", source(node)))
-        launch = self._make_launch(node, words, assignments, around or node)
+        is_function = first in self._functions  # of no launch, whatever its name
+        launch = self._make_launch(node, [] if is_function else words, assignments, around or node)
         if launch.inner is not None and self._has_launch(inner_text(launch.inner), launch.step):
             self._resolve(around or node, "the launch")
             self._read_inner(launch, node, output)

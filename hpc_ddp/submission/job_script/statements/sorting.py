@@ -170,7 +170,8 @@ class Sorter:
             key, text = ("setup", text) if is_before else ("teardown", "")
         if statement.in_task:
             key = "node-setup" if self.launch and self.launch.kind else "worker-setup"
-            for name in sorted(statement.names - self._of_tasks):
+            of_loops = set(re.findall(r"\bfor (\w+) in\b", text))
+            for name in sorted(statement.names - self._of_tasks - of_loops):
                 # `expand` exports it for the task.
                 if not OF_A_JOB.fullmatch(name) and f"${name}" in text.replace("{", ""):
                     self.result.append("expand", name, statement.lines[0])
@@ -271,6 +272,12 @@ class Sorter:
             is_the_jobs |= (name, content) == ("SLURM_EXPORT_ENV", "ALL")
             if name.endswith("CPUS_PER_TASK") or is_the_jobs:
                 return Fate(OURS, "the step has the job's numbers, and its variables")
+            if name == "SLURM_CPU_BIND" and is_known(assigned):
+                options = self.launch.settings.get("srun", []) if self.launch else []
+                if any(option.text.startswith("--cpu-bind") for option in options):
+                    return Fate(OURS, "srun has the option itself")
+                self.result.append("srun", f"--cpu-bind={content}", statement.lines[0])
+                return Fate(TAKEN, "--cpu-bind of srun")
             text = f"{name} would change hpc-ddp's step: an option of srun in its place"
             return Fate(LOST, text)
         if name == "IFS":  # it says how bash splits the lines behind it

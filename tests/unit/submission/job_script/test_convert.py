@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from hpc_ddp.submission.job_script.conversion import LOST, OURS, TAKEN, Conversion
-from hpc_ddp.submission.job_script.convert import _LOGIN, convert
+from hpc_ddp.submission.job_script.convert import convert
+from hpc_ddp.submission.job_script.launchers.tasks import LOGIN
 from hpc_ddp.submission.job_script.project_file import is_code, subtract_site, table, to_toml
 
 SAMPLES = Path(__file__).parent / "samples"
@@ -92,7 +93,7 @@ def test_a_task_for_each_worker_through_a_function_and_arrays() -> None:
         "gpu-request": "gpus-per-task",
         "launcher": "srun",
         "python": "python",
-        "setup": [_LOGIN, "set -euo pipefail", "WORLD=$((SLURM_NNODES * 4))"],
+        "setup": [LOGIN, "set -euo pipefail", "WORLD=$((SLURM_NNODES * 4))"],
         "args": ["--epochs", "3", "--name", "two words", "--world", "$WORLD", "--seed", "1"],
         "expand": ["WORLD"],
         "srun": ["--mpi=pmix"],

@@ -10,7 +10,8 @@ import pytest
 
 from hpc_ddp.submission.job_script.bash.quotes import without_quoted_texts
 from hpc_ddp.submission.job_script.conversion import ATTEMPTED, LOST, OURS, TAKEN, Conversion
-from hpc_ddp.submission.job_script.convert import _LOGIN, convert
+from hpc_ddp.submission.job_script.convert import convert
+from hpc_ddp.submission.job_script.launchers.tasks import LOGIN
 from hpc_ddp.submission.job_script.project_file import to_toml
 from hpc_ddp.submission.job_script.secrets import is_secret, looks_secret
 
@@ -640,7 +641,7 @@ def test_gpus_of_a_script_without_a_number_of_nodes(options: str) -> None:
             for name in (
                 "SLURM_LABELIO",
                 "SLURM_MPI_TYPE",
-                "SLURM_CPU_BIND",
+                "SLURM_DISTRIBUTION",
                 "SRUN_CPUS_PER_GPU",
                 "SLURM_STEP_GRES",
                 "SLURM_UNBUFFEREDIO",
@@ -764,7 +765,7 @@ def test_each_word_of_a_launch_is_written_or_named(line: str) -> None:
             "2 tasks on a node would each start",
         ),
         (("time srun torchrun train.py",), "time is left out: hpc-ddp status has"),
-        (("srun bash -lc 'python train.py'",), "bash -l: left out"),
+        (("srun bash -ec 'python train.py'",), "bash -e: left out"),
         (("srun apptainer -q exec a.sif python train.py",), "apptainer -q is left out"),
         (("srun --container-image=a python train.py",), "the container starts in the job's folder"),
         (("srun numactl -N 0 torchrun other.py",), "numactl starts a launcher of its own"),
@@ -776,9 +777,57 @@ def test_notes(lines: tuple[str, ...], note: str) -> None:
     assert any(text.startswith(note) for _, text in of_text(*lines).notes)
 
 
+MODULE = "srun bash -c 'cd sub && python -m pkg.train a'"
+READ = ("read -r -d '' CMD <<EOF", "torchrun --nnodes=2 train.py \\$SLURM_NNODES", "EOF")
+
+
+@pytest.mark.parametrize(
+    ("lines", "settings"),
+    [
+        # A module behind the task's own cd is not looked for in the job's folder.
+        ((MODULE,), {"script": "python", "no-python": True, "args": ["-m", "pkg.train", "a"]}),
+        (("cd sub", "srun python -m pkg.train a"), {"script": "pkg.train", "module": True}),
+        # A command in brackets that begins with arithmetic.
+        (
+            ('srun bash -c "torchrun --rdzv_conf=a=\\$(((SLURM_NODEID)) && echo 1) train.py b"',),
+            {"script": "train.py", "args": ["b"]},
+        ),
+        (("srun torchrun train.py --n $(((SLURM_NNODES+1)*2))",), {"script": "train.py"}),
+        (("#SBATCH --mail-user=", TRAIN), {"script": "train.py"}),
+        ((*READ, 'srun bash -c "$CMD"'), {"script": "train.py", "args": ["$SLURM_NNODES"]}),
+        (
+            ("srun bash -lc 'source a/b; torchrun train.py'",),
+            {"node-setup": [*LOGIN.split("; ", 1), "source a/b"]},
+        ),
+        (("export SLURM_CPU_BIND=cores", TRAIN), {"srun": ["--cpu-bind=cores"]}),
+        (
+            ("H=$(hostname)", "srun bash -c \"torchrun train.py '$H'i '$H'_r\""),
+            {"args": ["${H}i", "${H}_r"], "expand": ["H"]},
+        ),
+    ],
+)
+def test_nothing_of_these_is_lost(lines: tuple[str, ...], settings: dict[str, Any]) -> None:
+    """As the tenth sample of public scripts has them."""
+    result = of_text(*lines)
+    assert {key: result.settings().get(key) for key in settings} == settings
+    assert LOST not in {group for marks in result.marks.values() for group, _ in marks}
+
+
+def test_a_function_with_a_launchers_name_is_no_launch() -> None:
+    result = of_text("torchrun_mine() {", "  hostname", "}", "torchrun_mine train.py a")
+    assert "script" not in result.settings()
+    assert result.group(6)[0] == LOST
+
+
+def test_a_first_line_without_its_sign_is_meant_as_one() -> None:
+    result = convert(f"!/bin/bash -l\n#SBATCH -N 2\n{TRAIN}\n", HERE, HERE)
+    assert (result.settings()["nodes"], result.settings()["setup"]) == (2, [LOGIN])
+    assert result.notes[0][0] == 1
+
+
 @pytest.mark.parametrize(
     ("options", "lines"),
-    [("-x", ["set -x"]), ("-l", [_LOGIN]), ("--login", [_LOGIN]), ("-le", [_LOGIN, "set -e"])],
+    [("-x", ["set -x"]), ("-l", [LOGIN]), ("--login", [LOGIN]), ("-le", [LOGIN, "set -e"])],
 )
 def test_options_of_the_shell_are_set_up_lines(options: str, lines: list[str]) -> None:
     result = convert(f"#!/bin/bash {options}\n#SBATCH -N 2\n{TRAIN}\n", HERE, HERE).settings()
