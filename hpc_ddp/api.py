@@ -304,7 +304,8 @@ def _checked_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
 def _sweep_settings(sweep: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return the settings ``sweep`` and ``array`` for a mapping of each parameter's name to its
     values, which become texts; {} for None and an empty mapping. Raise UsageError for anything but
-    a mapping of texts to iterables of values, and for too many trials."""
+    a mapping of texts to iterables that are no texts themselves, and for too many trials. A
+    parameter without a value passes: `JobSpec` refuses it."""
     sweep = {} if sweep is None else sweep  # () or "" is no mapping, and refused
     if not isinstance(sweep, Mapping) or any(
         isinstance(values, (str, bytes))

@@ -145,10 +145,12 @@ def sbatch(
 ) -> JobRef:
     """Submit a script file with `options` such as ``--array=0-3``, and return the job, with its
     cluster where sbatch has been sent to one. sbatch gets `env` without what `submit_env` leaves
-    out, which is reported on stderr. A script that names clusters goes to `cluster`, if given.
+    out, which is reported on stderr. `cluster` replaces clusters that the script or `options` name,
+    and has no effect where neither names one.
 
     A job whose sbatch got no answer may be queued all the same ("Socket timed out", seen on 22.05).
-    So the queue is searched, for seconds, for a job of this script that is not among `earlier`.
+    So this is reported on stderr, and the queue is searched, for seconds, for a job of this script
+    that is not among `earlier`.
     Without one the script is submitted again, until `give_up` by ``time.monotonic()`` (None:
     PATIENCE_S from now). Raise NoAnswerError after that, where sbatch prints no id and no job is
     found, or where squeue refuses; and HpcDdpError where sbatch refuses.
@@ -242,15 +244,13 @@ def forbid_requeue(job: str | JobRef) -> None:
     _run_patiently(["scontrol", *place, "update", f"JobId={_id_of(job)}", "Requeue=0"])
 
 
-def release(job: JobRef) -> None:
-    """Release a job that a ``--hold`` of the user keeps waiting. Raise HpcDdpError where Slurm
-    refuses, or gives no answer for PATIENCE_S."""
-    _run_patiently(["scontrol", *cluster_option(job), "release", _id_of(job)])
+def release(job: JobRef, give_up: float | None = None) -> None:
+    """Release a job that a ``--hold`` of the user keeps waiting; raises as `_run_patiently`."""
+    _run_patiently(["scontrol", *cluster_option(job), "release", _id_of(job)], give_up)
 
 
 def update_job(job_id: str, setting: str) -> None:
-    """Change one `setting` of a waiting job, as ``TimeLimit=60``. Raise HpcDdpError where Slurm
-    refuses, or gives no answer for PATIENCE_S."""
+    """Change one `setting` of a waiting job, as ``TimeLimit=60``; raises as `_run_patiently`."""
     _run_patiently(["scontrol", "update", f"JobId={job_id}", setting])
 
 

@@ -35,10 +35,10 @@ from hpc_ddp.submission.run_files.start_claim import release_start
 from hpc_ddp.submission.script import template
 from hpc_ddp.submission.script.render import (
     job_env,
+    names_filled_by_workers,
     node_command,
     node_env,
     step_options,
-    worker_env,
 )
 
 Output = int | IO[bytes] | None  # as Popen takes it; None: to where this process prints
@@ -197,7 +197,7 @@ class LocalBackend(SlurmBackend):
 def _local_env(spec: JobSpec) -> dict[str, str]:
     """Return the variables of `job_env` and `node_env`, by name, as a run on this machine needs
     them. Variables in the user's texts (``env``) are filled in, except in those texts that each
-    worker fills in by itself (`worker_env`).
+    worker fills in by itself (`names_filled_by_workers`).
 
     A variable of Slurm's in ``expand`` that is not set here counts as 0; SLURM_NNODES and
     SLURM_JOB_NUM_NODES count as the number of nodes. The workers get these numbers as
@@ -210,7 +210,7 @@ def _local_env(spec: JobSpec) -> dict[str, str]:
         stand_ins[name] = nodes
     environ = {**stand_ins, **os.environ}
     try:
-        for name in spec.env.keys() & env.keys() - {*worker_env(spec)}:
+        for name in spec.env.keys() & env.keys() - {*names_filled_by_workers(spec)}:
             env[name] = fill(env[name], spec.expand, environ)
     except KeyError as error:
         raise UsageError(

@@ -296,8 +296,9 @@ def _feed(digest: Any, state: Any) -> None:
         digest.update(f"{flat.dtype}{tuple(flat.shape)}".encode())
         digest.update(memory_of(flat) if flat.nbytes else b"")
     elif isinstance(state, Mapping):
+        digest.update(f"{{{len(state)}".encode())
         for key in sorted(state, key=repr):
-            digest.update(repr(key).encode())
+            digest.update(f"{key!r}:".encode())
             _feed(digest, state[key])
     elif isinstance(state, (list, tuple, deque)):
         digest.update(f"[{len(state)}".encode())
@@ -305,7 +306,7 @@ def _feed(digest: Any, state: Any) -> None:
             _feed(digest, entry)
     else:
         text = repr(state) if isinstance(state, ATOMS) else type(state).__name__
-        digest.update(text.encode())
+        digest.update(f"{text};".encode())
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

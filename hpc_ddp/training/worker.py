@@ -45,8 +45,10 @@ class Worker(Member):
     """
 
     def __init__(self, options: Options) -> None:
-        """Install the handlers of exceptions and signals, join the peers, and make all parts of the
-        run; `options` are the script's, not yet checked. Raises as `start`."""
+        """Install the handlers of exceptions and signals, join the peers, open the run's folder,
+        seed all random generators, and make all parts of the run. With `options.deterministic` have
+        torch be deterministic. `options` are the script's, not yet checked. It is a collective;
+        raises as `start`."""
         super().__init__(options)
         options = self._options
         self._join(options)

@@ -223,8 +223,8 @@ def _queue_link(
 
     None where Slurm refuses the job, or does not answer until `give_up` (see `slurm.sbatch`); the
     reason is printed. The script's ``--hold`` or ``--begin`` was for the first job, and is undone;
-    a refusal to release the hold is printed. Raises OSError if a journal of the run can't be read,
-    KeyError outside of a job.
+    a hold that can't be released by `give_up` is printed. Raises OSError if a journal of the run
+    can't be read, KeyError outside of a job.
     """
     cluster = environ.get("SLURM_CLUSTER_NAME", "")
     shell = first_job.env_before_setup(environ).items()
@@ -248,7 +248,7 @@ def _queue_link(
     link_job(link, array)
     if "hold" in script_options:
         try:
-            slurm.release(link)
+            slurm.release(link, give_up)
         except HpcDdpError as error:
             say(f"{error.message}; the next job waits for: scontrol release {link.id}")
     return link

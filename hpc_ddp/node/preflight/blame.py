@@ -230,17 +230,19 @@ def outcome(reports: Reports) -> dict[str, Any]:
     """Return the fields of the event ``preflight`` that follow from the reports: ok, bad_nodes,
     hopeless, why, report, summary. ``seconds`` is left to the caller.
 
-    ``bad_nodes`` are the nodes with faults, but none where all nodes have one fault in common: no
-    node is to blame for that. ``hopeless`` is True where other nodes would have this fault as well.
-    ``why`` is this fault, or else the first fault of three nodes at most, with the number of
-    further ones. ``report`` has `MOST_SHOWN` nodes at most, chosen first those with faults, then
-    those with notes. ``summary`` is that of `_summarize`.
+    ``bad_nodes`` are the nodes with faults, but none where all nodes have failed the same check (by
+    `_shared_checks`): no node is to blame for that. ``hopeless`` is True where other nodes would
+    fail this check as well. ``why`` is the reason of this check, or else the first fault of three
+    nodes at most, with the number of further nodes; '' without faults. ``report`` has `MOST_SHOWN`
+    nodes at most, chosen first those with faults, then those with notes. ``summary`` is that of
+    `_summarize`.
     """
     unfit = [node for node, report in reports.items() if report.faults]
     shared = _shared_checks(reports)
     reasons = [f"{node}: {reports[node].faults[0][1]}" for node in unfit]
     if shared:
-        reason = next(why for check, why in reports[unfit[0]].faults if check in shared)
+        faults = (fault for node in unfit for fault in reports[node].faults)
+        reason = next(why for check, why in faults if check in shared)  # a silent node lacks it
         reasons = [f"{reason} (the same on all nodes)" if len(reports) > 1 else reason]
     more = f"; and {len(reasons) - 3} more" if len(reasons) > 3 else ""
     odd_first = sorted(reports, key=lambda node: _oddness(reports[node]))

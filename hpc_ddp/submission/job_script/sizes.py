@@ -112,9 +112,10 @@ def _take_step_launcher(
 def _take_cpus(
     launch: Launch, result: Conversion, directives: Directives, numbers: Mapping[str, int]
 ) -> None:
-    """Put the number of CPUs into `result`, from the directives, else from the launch: of a task
-    (``cpus-per-task``), or, where several tasks of the job become one launcher of workers or one
-    program, of a node (``cpus-per-node``, at least one for each task).
+    """Put the number of CPUs into `result`, from the directives: of a task (``cpus-per-task``), or,
+    where several tasks of the job become one launcher of workers or one program, of all tasks of a
+    node (``cpus-per-node``). Where the directives have no number, put the launch's number of a
+    task, or without that 1 for each of several tasks that become one.
 
     The launch's line is marked as lost where both have a number, and they differ. `numbers` are as
     from `read_sizes`.

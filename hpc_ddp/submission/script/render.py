@@ -86,13 +86,13 @@ def job_env(spec: JobSpec) -> dict[str, str]:
 
 def node_env(spec: JobSpec) -> dict[str, str]:
     """Return the variables, by name, from which supervisors and workers learn what to do before the
-    program: their set-up lines, the names of ``--expand``, and the names of `worker_env`. An empty
+    program: their set-up lines, the names of ``--expand``, and `names_filled_by_workers`. An empty
     variable is left out."""
     texts = {
         "HPC_DDP_NODE_SETUP": _setup_text(spec.node_setup, spec),
         "HPC_DDP_WORKER_SETUP": _setup_text(spec.worker_setup, spec),
         "HPC_DDP_EXPAND": " ".join(spec.expand),
-        "HPC_DDP_EXPAND_ENV": " ".join(worker_env(spec)),
+        "HPC_DDP_EXPAND_ENV": " ".join(names_filled_by_workers(spec)),
     }
     return {name: text for name, text in texts.items() if text}
 
@@ -105,7 +105,7 @@ def _setup_text(lines: Sequence[str], spec: JobSpec) -> str:
     return "\n".join([*remaining, array_exports(spec.expand)] if remaining else []).rstrip("\n")
 
 
-def worker_env(spec: JobSpec) -> list[str]:
+def names_filled_by_workers(spec: JobSpec) -> list[str]:
     """Return the names of those variables of ``env`` whose texts each worker fills in, in place of
     the batch script: the texts contain a variable that differs between workers."""
     return [
@@ -173,7 +173,7 @@ class Rendering:
             "host_suffix": spec.host_suffix,
             "interface": spec.interface or "",
             "env": {**self.environment, **node_env(spec)},
-            "batch_env": self.environment.keys() - worker_env(spec),
+            "batch_env": self.environment.keys() - names_filled_by_workers(spec),
             "expand": spec.expand,
             "exports": [name for name in spec.expand if not name.endswith("]")],
             "array_exports": array_exports(spec.expand),

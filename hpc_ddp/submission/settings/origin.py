@@ -34,7 +34,8 @@ class Origin:
     @property
     def place(self) -> str:
         """The origin as text for the user: ``--nodes``, ``command line`` (for the script and its
-        arguments), ``hpc-ddp.toml``, ``site lumi``, ``default``."""
+        arguments), ``--set`` (for the sweep), ``site lumi``, ``default``, or the file's path, as
+        ``hpc-ddp.toml``, short as by `_short_path`, which raises UsageError."""
         if self.source == "option":
             return {"script": "command line", "args": "command line", "sweep": "--set"}.get(
                 self.key, f"--{self.key.partition('.')[0]}"

@@ -63,6 +63,8 @@ class BestValues:
         beats = best.value is None or (value > best.value if higher else value < best.value)
         is_best = beats and not math.isnan(value)
         self._saved = replace(self._saved, stale=self._saved.stale + 1)
+        if self._in_save is not None:
+            self._in_save = replace(self._in_save, stale=self._in_save.stale + 1)
         if is_best:
             self.best, self._unsaved_at = Best(value, higher=higher), None
         else:
@@ -85,13 +87,13 @@ class BestValues:
         return lost
 
     def end_save(self, done: bool) -> None:
-        """Note that the save under way, if there is one, is `done`, or else has failed: `best` then
-        has no checkpoint, if it was to get this one."""
+        """Note that the save of a best value, if one is under way, is `done`, or else has failed.
+        After a done save that value is `best` again if the save of a later one fails. After a
+        failed save `best` has no checkpoint, unless a later value has become `best`."""
         in_save, self._in_save = self._in_save, None
         is_best = in_save is not None and in_save.step == self.best.step
         if in_save and done:
-            # If a better value came during the save, it is one more value after the saved one.
-            self._saved = self.best if is_best else replace(in_save, stale=in_save.stale + 1)
+            self._saved = self.best if is_best else in_save
         elif is_best:
             self._unsaved_at, self.best.step = self.best.step, None
 

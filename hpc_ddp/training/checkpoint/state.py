@@ -286,14 +286,15 @@ def _note_module_tensors(
 def _content_of_module(
     module: torch.nn.Module, content: Mapping[str, Any], trained: TrainedParameters
 ) -> dict[str, Any]:
-    """Return a module's state dict `content` with `plain_name`s. Add the versions of its parts
-    under `VERSIONS`, and, if the loop has changed flags, these under `GRADIENTS` and `MODES`."""
-    versions = {part: facts.get("version") for _, part, facts in metadata_of(content)}
+    """Return a module's state dict `content` with `plain_name`s as keys, and three further entries:
+    under `VERSIONS` the versions of the module's parts, under `GRADIENTS` and `MODES` what the loop
+    has changed of ``requires_grad`` and ``training``. An entry without changes is left out."""
+    versions = {part: notes.get("version") for _, part, notes in metadata_of(content)}
     changes = {plain_name(key): needed for key, needed in trained.changes_of(module).items()}
     modes = {plain_part(key): mode for key, mode in trained.modes_of(module).items()}
     content = {plain_name(key): entry for key, entry in content.items()}
-    beside = {VERSIONS: versions, GRADIENTS: changes, MODES: modes}
-    return content | {key: facts for key, facts in beside.items() if facts or key == VERSIONS}
+    further = {VERSIONS: versions, GRADIENTS: changes, MODES: modes}
+    return content | {key: facts for key, facts in further.items() if facts or key == VERSIONS}
 
 
 def _check_shards(tensors: Mapping[str, Any], like_parameters: Container[str]) -> None:

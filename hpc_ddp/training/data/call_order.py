@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal
@@ -297,10 +297,12 @@ def _check_arguments(loop: Kind, total: object, is_tracked: bool) -> None:
 def check_tracked(objects: dict[str, Any], per_rank: Any, added: Any) -> None:
     """Raise UsageError unless the arguments `per_rank` and `added` of ``run.track`` are collections
     of names of tracked `objects`. `added` may also name parts of an object, as ``model.head``."""
-    # The object's name is in front of the first dot.
-    heads = added if isinstance(added, str) else [str(place).split(".")[0] for place in added]
-    for argument, places, names in (("per_rank", per_rank, per_rank), ("added", added, heads)):
-        if isinstance(places, str) or not set(names) <= set(objects):
+    for argument, places in (("per_rank", per_rank), ("added", added)):
+        is_list = isinstance(places, Collection) and not isinstance(places, str)
+        names = list(map(str, places)) if is_list else []
+        if argument == "added":  # the object's name is in front of the first dot
+            names = [name.split(".")[0] for name in names]
+        if not (is_list and set(names) <= set(objects)):
             raise UsageError(
                 f"{argument} is {places!r}; accepted: a tuple of names of tracked objects, here of"
                 f" {', '.join(objects) or 'none'}",

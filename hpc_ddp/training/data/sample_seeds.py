@@ -153,14 +153,17 @@ class SampleSeeds:
                 return
 
     def _warn_of_count(self, attributes: Mapping[str, Any]) -> None:
-        """Print a warning if a stream without ``set_epoch`` seems to count its epochs: the first of
-        its number attributes, by name, that has grown by 1 during several samples. `attributes` are
-        those before its first sample. A count of samples would have grown by more."""
+        """Print a warning if a stream without ``set_epoch`` seems to count its epochs: a number
+        among its attributes, no bool, has grown by 1 while three samples or more were drawn. A
+        count of samples would have grown by more. The warning names the first such attribute, by
+        name. `attributes` are those before the first sample."""
         stream: Any = self._dataset
-        if not isinstance(stream, IterableDataset) or hasattr(stream, "set_epoch"):
+        has_epochs = isinstance(stream, IterableDataset) and not hasattr(stream, "set_epoch")
+        if not has_epochs or self._samples < 3:
             return
         for key in changes_of(stream, attributes):
-            if self._samples > 2 and getattr(stream, key) == attributes[key] + 1:
+            is_flag = isinstance(attributes[key], bool)
+            if not is_flag and getattr(stream, key) == attributes[key] + 1:
                 say(
                     f"WARNING: the stream counts its epochs in its attribute {key}: after a resume"
                     " it begins as made; give it set_epoch(epoch), which is called before each"

@@ -259,8 +259,10 @@ class BucketOrders:
         self._loaded: Sequence[Sequence[int]] = ()  # the orders of `load`
 
     def add(self, ddp: DistributedDataParallel) -> None:
-        """Add a model. If an order was loaded for its number, fix the order, which is a collective;
-        else have the order noted in its first backward with averaging."""
+        """Add a model, which gets the next number. If DDP packs its gradients anew (`_packs_anew`),
+        fix the order that was loaded for this number: a collective, which sets the gradients to
+        None. Without a loaded order that fits the model, have the order noted in its first backward
+        with averaging. Raise RuntimeError if a peer is gone."""
         packing = vars(ddp)[PACKING] = _Packing(ddp)  # as the model's, to be freed with it
         self._models.add(ddp)
         number = len(self._models) - 1

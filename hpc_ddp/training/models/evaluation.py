@@ -143,9 +143,10 @@ def make_average(
 
 
 def _refers_to_any(function: Any, modules: Container[int]) -> bool:
-    """Return whether a function refers to one of `modules` (their ids): by itself, or by an object
-    that it holds (a closure, a default, a global that it names, or an attribute of one of these).
-    The search does not go into other modules, and ends after `MOST_PARTS` objects."""
+    """Return whether a function refers to one of `modules` (their ids): by itself, or by objects
+    that it holds at any depth: its closure, its defaults, the globals that its code names, also
+    that of functions within it, and what these hold. The search does not go into other modules, and
+    returns False after `MOST_PARTS` objects."""
     parts, visited = deque([function]), set[int]()
     while parts and len(visited) < MOST_PARTS:
         part = parts.popleft()  # the nearest first: a vocabulary, say, has many objects
@@ -159,10 +160,18 @@ def _refers_to_any(function: Any, modules: Container[int]) -> bool:
         # Of a function's globals only those that its code names.
         parts.extend(referent for referent in gc.get_referents(part) if referent is not scope)
         if kind is FunctionType:
-            parts.extend(scope[name] for name in part.__code__.co_names if name in scope)
+            parts.extend(scope[name] for name in _names_in(part.__code__) if name in scope)
         if issubclass(kind, weakref.ref):
             parts.append(part())
     return False
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    """Yield the global names of a function's code, and of the code of functions within it."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names_in(constant)
 
 
 class Average(AveragedModel):

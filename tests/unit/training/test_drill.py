@@ -33,3 +33,15 @@ def test_a_drill_records_no_names_of_added_parts(monkeypatch: pytest.MonkeyPatch
     run.track(model=model, per_rank=("model",), added=("model.bias",))
     assert passed["added"] == ("model.bias",)  # which has no state to digest
     assert run._tracked == {"model": model}
+
+
+def test_states_of_another_shape_have_another_digest() -> None:
+    states = (
+        [1, 23],
+        [12, 3],
+        {"a": {"b": 1}, "c": 2},
+        {"a": {"b": 1, "c": 2}},
+        [[1], 2],
+        [[1, 2]],
+    )
+    assert len(set(map(drill.digest_of, states))) == len(states)

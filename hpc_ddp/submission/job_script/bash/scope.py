@@ -369,7 +369,7 @@ class Scope:
         arguments, the submitting shell nor each job (`OF_A_JOB`) sets it.
 
         In the last two cases `name` is added to `defaults`, since the shell may set it by the time
-        of the submit; except that of an argument which is known to be missing.
+        of the submit; the number of an argument which is known to be missing is not added.
         """
         if name in self.values:
             assigned = self.values[name]
@@ -378,8 +378,9 @@ class Scope:
         if name in self.not_set:
             self.defaults.add(name)
             return True
-        is_gone = name.isdigit() and self.arguments_are_set and self.arguments is None
-        if self.is_open or OF_A_JOB.fullmatch(name) or is_gone or name in self.shell_names:
+        # Only the job knows an argument behind a `set --` or `getopts`.
+        is_of_job = name.isdigit() and self.arguments_are_set and self.arguments is None
+        if self.is_open or OF_A_JOB.fullmatch(name) or is_of_job or name in self.shell_names:
             return False
         if self.arguments is None or not name.isdigit():
             self.defaults.add(name)

@@ -135,11 +135,12 @@ def _edits_at(node: Node, code: bytes) -> dict[Span, bytes]:
     name = re.compile(rb"[A-Za-z_]\w*|\d").match(code, node.end_byte)
     if name and node.type == "$" and node.parent.type != "simple_expansion":
         edits[name.span()] = b"{%b}" % name[0]
-    # \x behind a node, up to the next one, becomes 'x'.
+    # \x behind a node, up to the next one, becomes 'x'. The next one may begin with \x itself: its
+    # two bytes are searched, too, except behind the end of a group or a substitution.
     end = after.start_byte if after else node.parent.end_byte
     end = max(end, node.end_byte + 2) if node.type not in (")", "))", "`") else end
-    for escaped in re.compile(rb"\\([\t -&(-~])").finditer(code, node.end_byte, end):
-        if node.parent.type not in _IN_TEXT:
+    if node.parent.type not in _IN_TEXT:
+        for escaped in re.compile(rb"\\([\t -&(-~])").finditer(code, node.end_byte, end):
             edits[escaped.span()] = b"'%b'" % escaped[1]
     # $NAME with a line's end behind it, which the parser takes for a part of NAME, becomes ${NAME}.
     is_of_expansion = node.type == "variable_name" and node.parent.type == "simple_expansion"

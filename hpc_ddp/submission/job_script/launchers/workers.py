@@ -82,15 +82,17 @@ def read_torchrun(words: list[Word], launch: Launch, scope: Scope) -> list[Word]
 
 
 def _take_nodes(name: str, launch: Launch, scope: Scope) -> None:
-    """Take 1 for the launch's number of nodes if the launcher `name` has it and the directives have
-    none. Another number than the job's, and a range (``1:4``), are marked as lost."""
+    """Set the launch's number of nodes to 1 where the options of the launcher `name` say 1 or
+    ``--standalone``, unless the launch or the directives have a number. Mark as lost another number
+    than the job's, and a range (``1:4``)."""
     options = launch.options
     nodes, at = options.get("nnodes") or options.get("nnode") or (None, 0)  # as argparse has it
     count = 1 if "standalone" in options else whole_number(nodes, scope)
     if count == 1 and "SLURM_NNODES" not in scope.numbers:
         launch.nodes = launch.nodes or 1
     elif count not in (None, scope.numbers.get("SLURM_NNODES")):
-        launch.mark(at, LOST, f"{name} --nnodes is another number than the job's nodes")
+        option = "--standalone" if "standalone" in options else "--nnodes"
+        launch.mark(at or launch.line, LOST, f"{name} {option}: the job has other nodes")
     if nodes and re.fullmatch(r"\d+:\d+", nodes.text):
         launch.mark(at, LOST, f"{name} --nnodes: elastic = true, with nodes = …")
 
@@ -102,9 +104,10 @@ def _take_workers(name: str, launch: Launch, scope: Scope) -> None:
     counts = ("nproc-per-node", "nproc", "n", "num-gpus")
     if not {*counts} & launch.options.keys() and name not in ("composer", "deepspeed"):
         launch.workers = 1
-    for option in counts:
-        count, at = launch.options.get(option, (literal("gpu"), 0))  # known, if it is not there
-        if whole_number(count, scope) is None and not (count and _ALL_GPUS.fullmatch(count.text)):
+    for option in (key for key in counts if key in launch.options):
+        count, at = launch.options[option]
+        is_of_gpus = count is not None and _ALL_GPUS.fullmatch(count.text)
+        if whole_number(count, scope) is None and not is_of_gpus:
             text = "only the job knows it: nproc-per-node = N"
             launch.mark(at, LOST, f"{name} --{option}: {text}")
 

@@ -214,7 +214,11 @@ def test_a_fault_of_all_nodes_is_no_nodes_fault() -> None:
     assert fields["why"] == "No module named 'torch' (the same on all nodes)"
     reports["c"].faults[:] = [("silent", "no word within 40 s")]
     assert outcome(reports)["hopeless"]
-    reports["c"].faults.clear()
+    for node, faults in (("a", [("silent", "no word")]), ("c", reports["b"].faults)):
+        reports[node].faults[:] = faults
+    assert outcome(reports)["why"] == "No module named 'torch' (the same on all nodes)"
+    for node, faults in (("a", reports["b"].faults), ("c", [])):
+        reports[node].faults[:] = faults
     fields = outcome(reports)
     assert (fields["bad_nodes"], fields["hopeless"]) == (["a", "b"], False)
     silent = reports_of()

@@ -186,6 +186,20 @@ def test_a_better_value_comes_while_a_save_is_under_way() -> None:
     assert (values.best.value, values.best.step) == (0.5, 1)
 
 
+def test_each_value_during_a_save_counts() -> None:
+    """Early stopping came too late: of several values one was counted."""
+    values = schedule.BestValues()
+    values.judge(0.5, higher=True)
+    values.begin_save(1)
+    values.judge(0.6, higher=True)
+    values.judge(0.4, higher=True)
+    values.end_save(True)  # that of 0.5
+    values.begin_save(3)
+    values.end_save(False)  # that of 0.6
+    assert values.begin_save(4) == 0.6
+    assert values.best == schedule.Best(0.5, 1, stale=2)
+
+
 def test_a_new_best_value_takes_the_place_of_one_that_was_lost() -> None:
     values = schedule.BestValues()
     values.judge(0.5, higher=True)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hpc_ddp.core.errors import UsageError
-from hpc_ddp.training.data.call_order import CallOrder
+from hpc_ddp.training.data.call_order import CallOrder, check_tracked
 from hpc_ddp.training.data.order import Position
 
 
@@ -206,3 +206,10 @@ def test_two_loops_of_one_total_are_warned_of() -> None:
     assert len(lines) == 4
     break_off(calls, position)  # tried again, behind an error
     assert len(lines) == 4
+
+
+@pytest.mark.parametrize("places", [None, 5, "model", ("loader",)])
+def test_names_that_are_none_are_refused(places: Any) -> None:
+    for words in ((places, ()), ((), places)):
+        with pytest.raises(UsageError, match="accepted: a tuple of names of tracked objects"):
+            check_tracked({"model": object()}, *words)

@@ -128,6 +128,14 @@ class Counting(Stream):
         return iter([0.0] * 4)
 
 
+class Opening(Stream):
+    passes = False
+
+    def __iter__(self) -> Iterator[float]:
+        self.passes = True
+        return iter([0.0] * 4)
+
+
 class CountingSamples(Stream):
     def __iter__(self) -> Iterator[float]:
         self.passes = 0
@@ -142,9 +150,9 @@ class WithEpoch(Counting):
 
 
 def test_a_stream_that_counts_its_epochs_is_missed(printed: list[str]) -> None:
-    for kind in (Counting, WithEpoch, Stream, CountingSamples):
+    for kind in (Counting, WithEpoch, Stream, CountingSamples, Opening):
         dataset: Any = kind()
-        dataset.passes = 0
+        dataset.passes = False if kind is Opening else 0
         list(make_loader(dataset, BatchPlan(2, 0, 1), warn=printed.append))
     assert len(printed) == 1
     assert "the stream counts its epochs in its attribute passes" in printed[0]

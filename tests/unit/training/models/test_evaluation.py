@@ -120,6 +120,12 @@ def by_a_global(net: Any) -> Any:
     return scope["forward"]
 
 
+def by_a_global_of_an_inner_function(net: Any) -> Any:
+    scope = {"plain": net.forward}
+    exec("forward = lambda inputs: (lambda: plain(inputs))()", scope)
+    return scope["forward"]
+
+
 def by_a_part(net: Any) -> Any:
     part = net[0]
     return lambda inputs: part(inputs)
@@ -139,6 +145,7 @@ def by_reference(net: Any) -> Any:
         by_default,
         by_reference,
         by_a_global,
+        by_a_global_of_an_inner_function,
         by_a_part,
         beside_a_vocabulary,
     ],
