@@ -265,6 +265,8 @@ class BucketOrders:
         with averaging. Raise RuntimeError if a peer is gone."""
         packing = vars(ddp)[PACKING] = _Packing(ddp)  # as the model's, to be freed with it
         self._models.add(ddp)
+        if self._loaded:
+            self._free_dead_models()
         number = len(self._models) - 1
         order = self._loaded[number] if number < len(self._loaded) else ()
         if _packs_anew(ddp) and not packing.fix_order(ddp, order):
@@ -283,11 +285,16 @@ class BucketOrders:
         added, and fix the orders of the models that were added already: a collective, which sets
         the gradients of these models to None. Raise RuntimeError if a peer is gone."""
         self._loaded = orders
-        if len(self._models) > 1:
-            gc.collect()  # or a model that the script has let go may live on some of the ranks
+        self._free_dead_models()
         for ddp, order in zip(self._models, orders, strict=False):
             if _packs_anew(ddp):
                 vars(ddp)[PACKING].fix_order(ddp, order)
+
+    def _free_dead_models(self) -> None:
+        """Have Python free models that the script has let go: they may live on some of the ranks,
+        where the models behind them would have other numbers."""
+        if len(self._models) > 1:
+            gc.collect()
 
     def values(self) -> list[list[int]]:
         """Return the order of each model, in the order of `add`: the indices of its parameters as

@@ -214,6 +214,23 @@ def test_a_model_that_is_let_go_is_neither_kept_nor_counted() -> None:
 
 
 @pytest.mark.usefixtures("alone")
+def test_a_model_that_lives_on_some_ranks_alone_takes_no_number() -> None:
+    """A collective of the others would wait for this rank for ever."""
+    orders, packed = BucketOrders(), Packed()
+    orders.load([ARRIVING])
+    gc.disable()
+    try:
+        trial = DistributedDataParallel(HeadFirst())
+        orders.add(trial)
+        trial.itself = trial  # a cycle, which Python frees at some time
+        del trial
+        orders.add(packed.ddp)
+    finally:
+        gc.enable()
+    assert orders.values() == [ARRIVING]
+
+
+@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("loaded", [[], [[]], [[2, 1, 0]], [[0, 0, 1, 2, 3, 4]]])
 def test_an_order_of_another_model_is_none(loaded: list[list[int]]) -> None:
     packed, orders = Packed(), BucketOrders()
