@@ -92,7 +92,8 @@ def _take_nodes(name: str, launch: Launch, scope: Scope) -> None:
         launch.nodes = launch.nodes or 1
     elif count not in (None, scope.numbers.get("SLURM_NNODES")):
         option = "--standalone" if "standalone" in options else "--nnodes"
-        launch.mark(at or launch.line, LOST, f"{name} {option}: the job has other nodes")
+        text = f"{name} {option}: another number than the job's nodes"
+        launch.mark(at or launch.line, LOST, text)
     if nodes and re.fullmatch(r"\d+:\d+", nodes.text):
         launch.mark(at, LOST, f"{name} --nnodes: elastic = true, with nodes = …")
 
