@@ -28,6 +28,8 @@ MISMATCH = re.compile(
 )
 # As the journal has a rank that leaves the loop by itself, with any exit code.
 EARLY_EXIT = "the script ended without run.finish()"
+# As a verdict names the end of a process whose code a shell around it, or the script, has changed.
+HIDDEN_EXIT = "exit code 0 before the end of the training, which hides a failure"
 # What argparse and click print of a wrong call, and hpc-ddp of its own errors, without a traceback.
 ERROR_LINE = re.compile(r"^(?:\S+: )?[Ee]rror: (?P<text>.+)(\nhint: (?P<hint>.+))?", re.M)
 

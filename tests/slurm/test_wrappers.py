@@ -11,6 +11,7 @@ from cluster import Cluster
 from cluster_build import Proctrack
 from harness import ONE_BY_TWO, QUICK_WALK, Hpc, Job, in_one_go, same_weights, use
 
+from hpc_ddp.core.errors import HIDDEN_EXIT
 from tests.skips import skip_or_fail
 
 ENTER = "unshare --pid --fork --mount-proc --kill-child"
@@ -82,4 +83,24 @@ def test_a_training_below_a_shell_saves_at_a_preemption(
     assert job.end() == "COMPLETED", job.output()
     assert job.verdicts() == [("preempted", "requeue"), ("finished", "none")]
     assert in_one_go(job)
+    assert same_weights(job, walked)
+
+
+def test_a_start_that_dies_in_a_pipe_finishes_nothing(
+    hpc: Hpc, cluster: Cluster, walked: Job, tmp_path: Path
+) -> None:
+    """``python train.py | tee log`` ends with tee's code, whatever ended the training."""
+    use(cluster)
+    script = tmp_path / "run.sh"
+    dies = "[ $HPC_DDP_ATTEMPT != 1 ] || set -- -c 'import os; os.kill(os.getpid(), 9)'\n"
+    script.write_text(f'{dies}{sys.executable} "$@" | tee -a {tmp_path}/log-$RANK\n')
+    job = hpc.submit(
+        *ONE_BY_TWO, "--no-python", "bash", str(script), *QUICK_WALK, "--hold-at", "25"
+    )
+    job.held(25)
+    job.preempt()
+    assert job.end() == "COMPLETED", job.output()
+    ends = [("preempted", "requeue"), ("failed", "requeue"), ("finished", "none")]
+    assert job.verdicts() == ends
+    assert job.events("verdict")[1]["why"] == HIDDEN_EXIT
     assert same_weights(job, walked)

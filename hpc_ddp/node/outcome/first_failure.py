@@ -158,20 +158,47 @@ def read_failures(record: dict[str, Any]) -> list[Failure]:
     return failures
 
 
+def find_failure(
+    failures: Sequence[Failure], events: Iterable[JournalEvent], attempt: int, is_good: bool
+) -> Failure | None:
+    """Return the first cause (`first_cause`) of an attempt's end: of the recorded `failures` and
+    the `early_exits`, or, where all nodes have ended with 0 (`is_good`), of the `hidden_failures`.
+    None without a failure. `events` are the run's."""
+    if is_good:
+        return first_cause(hidden_failures(events, attempt))
+    return first_cause(failures, early_exits(events, attempt))
+
+
 def early_exits(events: Iterable[JournalEvent], attempt: int) -> list[Failure]:
     """Return a failure with exit code 0 for each rank that has ended by itself amid the training,
     as by ``sys.exit(0)``; [] without such a rank. The ranks have journalled this among `events`,
     the run's. Only the attempt of the number `attempt` counts, from the last start of its workers
     on."""
-    events_here = [event for event in events if event.attempt == attempt]
-    start = last_event(events_here, WorkerStarted)
     return [
         Failure(event.rank, event.node, 0, event.time, f"{event.error}, at step {event.step}")
-        for event in events_here
-        if isinstance(event, RankFailed)
-        and event.error == EARLY_EXIT
-        and not (start and event.time < start.time)
+        for event in _failed_ranks(events, attempt)
+        if event.error == EARLY_EXIT
     ]
+
+
+def hidden_failures(events: Iterable[JournalEvent], attempt: int) -> list[Failure]:
+    """Return a failure with exit code 1 for each rank that has journalled an error, by the same
+    events as `early_exits`: a shell around the script, or the script itself, may have made 0 of the
+    code."""
+    return [
+        Failure(event.rank, event.node, 1, event.time, event.error)
+        for event in _failed_ranks(events, attempt)
+        if event.error != EARLY_EXIT
+    ]
+
+
+def _failed_ranks(events: Iterable[JournalEvent], attempt: int) -> list[RankFailed]:
+    """Return what ranks have journalled of their failures, from the last start of the workers in an
+    attempt on."""
+    events_here = [event for event in events if event.attempt == attempt]
+    start = last_event(events_here, WorkerStarted)
+    failed = [event for event in events_here if isinstance(event, RankFailed)]
+    return [event for event in failed if not (start and event.time < start.time)]
 
 
 def first_cause(failures: Sequence[Failure], exits: Iterable[Failure] = ()) -> Failure | None:

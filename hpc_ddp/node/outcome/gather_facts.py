@@ -27,6 +27,7 @@ from hpc_ddp.core.journal.events import (
     JournalEvent,
     NoticeGiven,
     Submitted,
+    TrainingBegun,
     VerdictGiven,
 )
 from hpc_ddp.core.journal.journal import last_event
@@ -192,6 +193,7 @@ def _gather_facts(
     env, records = AttemptEnv.from_env(environ), attempt.records()
     nodes = list(env.nodes)
     spec = JobSpec.from_json(patiently(run.job_json.read_bytes))
+    events = run.events()
     return AttemptFacts(
         spec=spec,
         attempt=attempt.number,
@@ -202,7 +204,8 @@ def _gather_facts(
         nodes=nodes,
         records=records,
         lost_nodes=slurm.unusable_nodes(silent_nodes(spec, nodes, records)) if job else [],
-        events=since_submit(run.events(), attempt.number),
+        events=since_submit(events, attempt.number),
+        had_begun=last_event(events, TrainingBegun) is not None,
         gpu_hours=_gpu_hours(run, spec),
         most_requeues=run.most_requeues,
     )

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, TypeVar
 
-from hpc_ddp.core.errors import EARLY_EXIT
+from hpc_ddp.core.errors import EARLY_EXIT, HIDDEN_EXIT
 from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.journal.enums import END_OF_TIME, Action, Cause, StopReason
 from hpc_ddp.core.journal.events import (
@@ -46,7 +46,7 @@ from hpc_ddp.core.journal.events import (
     WorkerStarted,
 )
 from hpc_ddp.core.journal.journal import attempts_with_progress, last_event, last_step
-from hpc_ddp.node.outcome.first_failure import Failure, early_exits, first_cause, read_failures
+from hpc_ddp.node.outcome.first_failure import Failure, early_exits, find_failure, read_failures
 from hpc_ddp.node.outcome.silent_ends import (
     ended_silently,
     most_in_a_row,
@@ -81,6 +81,7 @@ class AttemptFacts:
     # in vain, while an elastic job did without it.
     records: Sequence[dict[str, Any]]
     events: Sequence[JournalEvent]  # the run's since its last submit, by attempt and time
+    had_begun: bool = False  # a training, before the last submit
     lost_nodes: Sequence[str] = ()  # silent nodes that Slurm says are down or do not answer
     mute_nodes: Sequence[str] = ()  # few silent nodes of many, on which no supervisor began
     gpu_hours: float = 0.0  # of the run, or of all tasks of its array, so far; 0 without a budget
@@ -140,9 +141,9 @@ class AttemptFacts:
 
     @property
     def failure(self) -> Failure | None:
-        """The failure, of a worker or torchrun, that the other failures follow from; None where no
-        node has recorded a failure. Raise KeyError or TypeError for a damaged record."""
-        return first_cause(self._failures, early_exits(self.events, self.attempt))
+        """What `find_failure` returns. Raise KeyError or TypeError for a damaged record."""
+        is_good = self.complete and not any(record["code"] for record in self.ends)
+        return find_failure(self._failures, self.events, self.attempt, is_good)
 
     @property
     def _failures(self) -> list[Failure]:
@@ -195,7 +196,9 @@ def decide(facts: AttemptFacts) -> Verdict:
         why = f"Slurm has lost {', '.join(facts.lost_nodes)}" if facts.lost_nodes else ""
         return Verdict(cause, Action.NONE, why)
     if cause == Cause.UNFINISHED:
-        return Verdict(Cause.FAILED, Action.GIVE_UP, UNFINISHED, 1)
+        if early_exits(facts.events, facts.attempt):
+            return Verdict(Cause.FAILED, Action.GIVE_UP, UNFINISHED, 1)
+        cause = Cause.FAILED  # the code was hidden
     if cause == Cause.BAD_NODE and facts.unfit and facts.unfit.hopeless:
         return Verdict(Cause.FAILED, Action.GIVE_UP, _describe(facts, cause), 1)
     if cause == Cause.CANCELLED:
@@ -247,7 +250,9 @@ def _cause(facts: AttemptFacts) -> Cause:
         return Cause.STOOD_STILL if stood_still and facts.failure.is_of_clock else Cause.FAILED
     if not complete or any(codes):
         return Cause.NODE_LOST
-    is_finished = finished or not facts.find_event(TrainingBegun)
+    # Of this attempt or another one: a start that is killed before its loop may end with 0.
+    has_begun = facts.had_begun or last_event(facts.events, TrainingBegun)
+    is_finished = not has_begun or last_event(facts.events, Finished)
     return Cause.FINISHED if is_finished else Cause.UNFINISHED
 
 
@@ -378,6 +383,8 @@ def _no_progress(facts: AttemptFacts) -> str | None:
 
 def _describe(facts: AttemptFacts, cause: Cause) -> str:
     """Return the end of an attempt with `cause` in words, for the verdict's `why`."""
+    if cause == Cause.FAILED and not any(record["code"] for record in facts.ends):
+        return f"{facts.failure}: {HIDDEN_EXIT}" if facts.failure else HIDDEN_EXIT
     if cause in (Cause.FAILED, Cause.STOOD_STILL):
         return f"{facts.failure}{AFTER_STILL * (cause == Cause.STOOD_STILL)}"
     if facts.unfit and cause == Cause.BAD_NODE:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from hpc_ddp.core.accelerators import CPU_ONLY, NO_GPU
-from hpc_ddp.core.errors import EARLY_EXIT, ERROR_LINE
+from hpc_ddp.core.errors import EARLY_EXIT, ERROR_LINE, HIDDEN_EXIT
 from hpc_ddp.core.journal.enums import Action, Cause
 from hpc_ddp.core.journal.events import FabricChosen, FirstStep, Stopped, Submitted, VerdictGiven
 from hpc_ddp.core.journal.journal import last_event
@@ -43,6 +43,7 @@ _BY_CAUSE: dict[str, tuple[str, str]] = {
     Cause.CANCELLED: ("cancelled", "was cancelled{at}."),
     Cause.STOOD_STILL: ("stopped", "failed{at}, right after it stood still, as in a suspension."),
 }
+SHELL_HINT = "set -o pipefail, or exec before the program"
 # Kinds of failures that come again in the next attempt. The logs are searched for them where no
 # rank has recorded a failure.
 REPEATING_KINDS = (
@@ -125,6 +126,9 @@ def _explain_verdict(facts: RunFacts, verdict: VerdictGiven) -> Explanation:
         return Explanation("budget spent", text, f"{facts.again} --budget-gpu-hours HOURS")
     # A script that ended without run.finish(). Each other failure names its node, except a fault of
     # all nodes, for which see above.
+    if HIDDEN_EXIT in verdict.why and verdict.node is None:
+        hint = f"what ended it may stand in its log; in a shell, {SHELL_HINT}; then {facts.again}"
+        return Explanation("exit code", f"ended{step_phrase(facts)} with {HIDDEN_EXIT}.", hint)
     if verdict.cause == Cause.FAILED and verdict.node is None:
         text = f"left its training loop, but {EARLY_EXIT}."
         hint = f"call run.finish() at its end; then {facts.with_new_code}"

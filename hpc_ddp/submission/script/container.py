@@ -16,6 +16,7 @@ from hpc_ddp.submission.package_files import folder
 from hpc_ddp.submission.settings.trust import read_toml
 
 DEFAULT_TOOL = "apptainer"
+_LISTS = ("--container-mounts", "--container-env")  # options of pyxis, whose values are lists
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,24 @@ def make_entry(spec: JobSpec, run: Path, code: Path) -> Entry:
         texts["mounts"] = ",".join(mount.format(path=path) for path in folders)
     options = {option.partition("=")[0] for option in (*spec.container_options, *spec.srun)}
     parts = (tool.get(part, []) for part in ("command", "srun", "sbatch"))
-    return Entry(*(tuple(_fill_words(words, texts, lists, options)) for words in parts))
+    command, srun, sbatch = (tuple(_fill_words(part, texts, lists, options)) for part in parts)
+    return Entry(command, join_lists(srun), sbatch)
+
+
+def join_lists(words: Sequence[str]) -> tuple[str, ...]:
+    """Return options of srun, ``--name=value``, with one option in place of several of `_LISTS`.
+
+    pyxis adds their values up in srun alone: Slurm passes the last one of each on to the nodes.
+    """
+    joined: list[str] = []
+    for word in words:
+        name, _, text = word.partition("=")
+        places = [i for i, w in enumerate(joined) if name in _LISTS and w.startswith(f"{name}=")]
+        if places and text:
+            joined[places[0]] += f",{text}"
+        else:
+            joined.append(word)
+    return tuple(joined)
 
 
 def _gpu_options(spec: JobSpec, tool: Mapping[str, Any]) -> list[str]:

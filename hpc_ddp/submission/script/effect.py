@@ -27,8 +27,8 @@ _FAMILIES = (
     {"exclusive", "oversubscribe"},
     {"gpus-per-node", "gres"},
 )
-# An earlier value of these is not lost: pyxis adds values up, and hpc-ddp's export repeats the
-# user's.
+# An earlier value of these is not lost: the lists of pyxis are joined (`container.join_lists`), and
+# hpc-ddp's export repeats the user's.
 _ADDED = ("container-mounts", "container-env", "export")
 # For the hint: what the user can do in place of an option that hpc-ddp sets itself.
 _INSTEAD = {

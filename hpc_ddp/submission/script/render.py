@@ -202,7 +202,7 @@ class Rendering:
             "continue_by": spec.continue_by,
             "step_launcher": spec.step_command,
             "mpirun": mpirun_words(spec.mpirun),
-            "srun": (*self.srun, *self.entry.srun),
+            "srun": container.join_lists((*self.srun, *self.entry.srun)),
             "without": spec.without,
             "step_options": step_options(spec),
             "torchrun_options": torchrun_options(spec),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hpc_ddp.core.errors import EARLY_EXIT
+from hpc_ddp.core.errors import EARLY_EXIT, HIDDEN_EXIT
 from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.journal.enums import Action, Cause
 from hpc_ddp.core.journal.events import JournalEvent
@@ -67,10 +67,32 @@ def test_an_end_that_is_saved_once_more_is_no_progress() -> None:
 
 
 def test_a_loop_without_a_finish_is_not_finished() -> None:
-    events = (event_of("training", step=0), event_of("first_step", step=1))
+    left = event_of("failed", rank=0, node="n1", step=5, error=EARLY_EXIT)
+    events = (event_of("training", step=0), event_of("first_step", step=1), left)
     verdict = decide_by(events=events)
     assert (verdict.cause, verdict.action, verdict.exit_code) == ("failed", "give up", 1)
     assert "without run.finish()" in verdict.why
+
+
+@pytest.mark.parametrize("had_begun", [False, True])
+def test_a_code_that_is_hidden_finishes_no_training(had_begun: bool) -> None:
+    """As below ``python train.py | tee log``: a start that was killed before its loop, or failed,
+    made a half-done run finished for good."""
+    stopped = event_of("training", 0, step=0), event_of("first_step", 0, step=1)
+    before = () if had_begun else stopped
+    lost = {"cause": "preempted", "action": "requeue", "progress": True, "step": 14}
+    events = [*before, event_of("verdict", 0, **lost)]
+    verdict = decide_by(events=events, attempt=1, had_begun=had_begun)
+    assert (verdict.cause, verdict.action) == ("failed", "requeue")
+    assert verdict.why == HIDDEN_EXIT
+    error = "OSError: Stale file handle"
+    failed = event_of("failed", 1, rank=1, node="n2", step=None, error=error)
+    verdict = decide_by(events=[*stopped, *events, failed], attempt=1, had_begun=had_begun)
+    assert (verdict.cause, verdict.action) == ("failed", "requeue")
+    assert verdict.why == f"rank 1 on n2: {error}: {HIDDEN_EXIT}"
+    done = event_of("finished", 0, step=40)
+    verdict = decide_by(events=[*events, done], attempt=1, had_begun=had_begun)
+    assert verdict.cause == "finished"
 
 
 def test_a_rank_that_leaves_its_peers_is_named() -> None:

@@ -30,6 +30,10 @@ def test_each_container_tool_has_its_command() -> None:
     pyxis = _entry(container_tool="pyxis")
     assert pyxis.command == ()
     assert pyxis.srun[1] == "--container-mounts=/scratch/r:/scratch/r,/home/me:/home/me"
+    mounts = ["--container-mounts=/a:/b", "--container-mounts=/c:/c", "--no-container-mount-home"]
+    pyxis = _entry(container_tool="pyxis", container_options=mounts)
+    joined = "--container-mounts=/scratch/r:/scratch/r,/home/me:/home/me,/a:/b,/c:/c"
+    assert [word for word in pyxis.srun if "mount" in word] == [joined, mounts[2]]
     podman = _entry(container_tool="podman-hpc").command
     assert podman[-6:] == (
         *("--volume", "/scratch/r:/scratch/r", "--volume", "/home/me:/home/me"),
