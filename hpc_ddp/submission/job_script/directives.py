@@ -359,8 +359,8 @@ def take_gpus(
     `read_sizes`.
 
     Requests that do not agree, or that give the nodes different numbers, are marked as lost. If
-    there are GPUs, ``--nv`` and ``--rocm`` are removed from the launch's options of a container,
-    since hpc-ddp writes them.
+    there are GPUs, ``--nv`` is removed from the launch's options of a container, since hpc-ddp
+    writes it, and for AMD's types of GPUs ``--rocm``.
     """
     count = numbers.get("SLURM_GPUS_ON_NODE", 0)
     of_directives = {name: operand for name, (operand, _) in directives.options.items()}
@@ -382,7 +382,10 @@ def take_gpus(
             at, text = directives.line(name), f"--{name}={options[name]} beside {count} GPUs"
             result.mark(at, at, LOST, f"{text} of a node: gpus-per-node has one number")
     container_options = launch.settings.get("container-options", [])
-    for word in [word for word in container_options if word.text in ("--nv", "--rocm")]:
+    own = "--rocm" if re.match(r"mi\d", gpus, re.I) else "--nv"  # as `container._gpu_options`
+    texts = {word.text for word in container_options}
+    is_alone = not texts & {"--nv", "--rocm"} - {own}
+    for word in [word for word in container_options if word.text == own and is_alone]:
         container_options.remove(word)
         launch.mark(word.line, OURS, f"exec {word.text}")
     return count

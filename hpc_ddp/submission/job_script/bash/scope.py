@@ -33,6 +33,7 @@ from hpc_ddp.submission.job_script.bash.words import (
 
 # [1] or [2] the name in $NAME and ${NAME}; [3] the operator before a default, as :- of ${NAME:-x}.
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?:(:?[-=])(.*))?\})", re.S)
+_SOME_ARGUMENTS = re.compile(r'"?\$\{[@*]:\s*[1-9]\d*(:\d+)?\}"?')  # "${@:2}"
 _ARRAY = re.compile(r"\$\{(\w+)\[[@*]\]\}")
 # A job, or each of its workers, has these whatever its script does.
 OF_A_JOB = re.compile(
@@ -103,6 +104,12 @@ class Scope:
                 result.append(literal(which[1], at))
             elif re.fullmatch(r'"?\$\{?[@*]\}?"?', text) and self._knows_all_arguments():
                 result += self.arguments or ()
+            elif (
+                _SOME_ARGUMENTS.fullmatch(text)
+                and not self.arguments
+                and self._knows_all_arguments()
+            ):
+                continue  # none is there
             else:
                 words = split_words(Word(tuple(self._parts(node, False)), at))
                 is_empty = not words and node.type in ("string", "raw_string")  # "", '' or "$A"

@@ -18,7 +18,7 @@ _PLACEHOLDER = re.compile(
     rb"|(?<==)<[A-Za-z][\w .-]*>(?=\s|$)"
 )
 _ARGUMENTS = re.compile(r"(?<!\\)\$(?:[1-9@*#]|\{(?:[1-9@*](?!:?-)[^}]*|#)\})")
-_ALL_ARGUMENTS = re.compile(r"(?<!\\)\$(?:[@*]|\{[@*]\})")
+_ALL_ARGUMENTS = re.compile(r"(?<!\\)\$(?:[@*]|\{[@*](?::\s*[1-9]\d*(?::\d+)?)?\})")
 # What is added to a text in double quotes: no operator of the shell, but within ``$(…)``.
 _ADDED_TEXT = r"(?:\\[\s\S]|\$\((?:[^()]|\([^()]*\))*\)|(?!\$\()[^\"\\;&|<>])*"
 # Lines that end within a word, and what follows of it.

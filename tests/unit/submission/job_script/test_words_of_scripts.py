@@ -794,6 +794,15 @@ READ = ("read -r -d '' CMD <<EOF", "torchrun --nnodes=2 train.py \\$SLURM_NNODES
         ),
         (("srun torchrun train.py --n $(((SLURM_NNODES+1)*2))",), {"script": "train.py"}),
         (("#SBATCH --mail-user=", TRAIN), {"script": "train.py"}),
+        (('srun python train.py a --b ${@:3} "${@:2}"',), {"args": ["a", "--b"]}),
+        (
+            ("#SBATCH --gpus-per-node=2", "srun apptainer exec --rocm i.sif python train.py"),
+            {"container-options": ["--rocm"]},
+        ),
+        (
+            ("#SBATCH --gpus-per-node=mi250:2", "srun apptainer exec --rocm i.sif python train.py"),
+            {"container-options": None},
+        ),
         ((*READ, 'srun bash -c "$CMD"'), {"script": "train.py", "args": ["$SLURM_NNODES"]}),
         (
             ("srun bash -lc 'source a/b; torchrun train.py'",),
