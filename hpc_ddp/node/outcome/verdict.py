@@ -141,7 +141,7 @@ class AttemptFacts:
 
     @property
     def failure(self) -> Failure | None:
-        """What `find_failure` returns. Raise KeyError or TypeError for a damaged record."""
+        """The failure by `find_failure`. Raise KeyError or TypeError for a damaged record."""
         is_good = self.complete and not any(record["code"] for record in self.ends)
         return find_failure(self._failures, self.events, self.attempt, is_good)
 

@@ -382,10 +382,10 @@ def take_gpus(
             at, text = directives.line(name), f"--{name}={options[name]} beside {count} GPUs"
             result.mark(at, at, LOST, f"{text} of a node: gpus-per-node has one number")
     container_options = launch.settings.get("container-options", [])
-    own = "--rocm" if re.match(r"mi\d", gpus, re.I) else "--nv"  # as `container._gpu_options`
+    standard = "--rocm" if re.match(r"mi\d", gpus, re.I) else "--nv"  # as `container._gpu_options`
     texts = {word.text for word in container_options}
-    is_alone = not texts & {"--nv", "--rocm"} - {own}
-    for word in [word for word in container_options if word.text == own and is_alone]:
+    is_alone = not texts & {"--nv", "--rocm"} - {standard}
+    for word in [word for word in container_options if word.text == standard and is_alone]:
         container_options.remove(word)
         launch.mark(word.line, OURS, f"exec {word.text}")
     return count
