@@ -30,6 +30,7 @@ from hpc_ddp.slurm_text import HAS_NO_NODES, OVER, Job
 PAUSE_S = 5.0
 SECOND_ANSWER_S = 5.0  # how long a second answer of Slurm is waited for
 REQUEUE_TRIES = 120  # to requeue a job, each after a look at Slurm's record of the job
+REFUSED_PAUSES_S = 10.0, 30.0
 VERDICT_S = 20.0  # of the job's time, kept free for the end of its verdict
 UNSETTLED = ("SUSPENDED", "CONFIGURING")  # of a job whose batch script runs: it says nothing yet
 
@@ -111,11 +112,12 @@ def _requeue(
 ) -> int:
     """Requeue the job, if this attempt still is its current one; return the batch script's exit
     code. After a requeue the job is kept off bad nodes, has its full time limit again, and Slurm
-    ends the batch shell. Where the site refuses the requeue, a new job is queued (`_resubmit`).
+    ends the batch shell. Where the site refuses the requeue, a new job is queued; where it refuses
+    that, too, both are tried again after each of `REFUSED_PAUSES_S`.
 
     The code is 0 if the run goes on, also where this attempt is not the current one. It is
     `CAN_GO_ON` where the user has cancelled the run, where the job is over by now, where
-    `_resubmit` queues no job, or where neither a requeue nor a refusal has come until
+    no new job can be queued, or where neither a requeue nor a refusal has come until
     `_last_moment` or in `REQUEUE_TRIES` tries; the reason is printed. Raises OSError if the run's
     folder can't be read or written.
     """
@@ -125,7 +127,7 @@ def _requeue(
     # `scancel` since then. Where Slurm is slow, its answer from before the verdict counts.
     soon = min(give_up, time.monotonic() + SECOND_ANSWER_S)
     job = ask_about_job(job_id, is_quiet=True, give_up=soon) or facts.job
-    is_refused = False  # Slurm has refused a requeue
+    is_refused, pauses = False, [*REFUSED_PAUSES_S]  # Slurm has refused a requeue
     may_be_done = False  # a requeue got no answer, and may have been made
     for _ in range(REQUEUE_TRIES):
         job = job or ask_about_job(job_id, give_up=give_up)  # None: the answer is too old
@@ -148,7 +150,14 @@ def _requeue(
             time.sleep(PAUSE_S)
             continue
         if is_refused:
-            return _resubmit(run, attempt, environ)
+            if _queue_new_job(run, attempt, environ):
+                return 0
+            # A plugin, or a limit of the account, may have refused both for a moment.
+            if not pauses or time.monotonic() + pauses[0] > give_up:
+                break
+            time.sleep(pauses.pop(0))
+            job, is_refused = None, False
+            continue
         try:
             slurm.requeue(job_id)
         except slurm.NoAnswerError as error:
@@ -211,16 +220,14 @@ def _last_moment(attempt: AttemptFolder, environ: dict[str, str]) -> float:
     return math.inf if end is None else time.monotonic() + end - time.time() - VERDICT_S
 
 
-def _resubmit(run: RunFolder, attempt: AttemptFolder, environ: dict[str, str]) -> int:
+def _queue_new_job(run: RunFolder, attempt: AttemptFolder, environ: dict[str, str]) -> bool:
     """Queue a new job that continues the run: the site has refused the requeue of this job, or a
-    chain has no next job. Return the batch script's exit code: 0, or `CAN_GO_ON` where Slurm
-    refuses the new job or does not answer. The outcome is printed. Raises OSError as
-    `queue_next_link`."""
+    chain has no next job. Return whether Slurm has taken it, and print so, or why not. Raises
+    OSError as `queue_next_link`."""
     link = queue_next_link(run, attempt, environ, _last_moment(attempt, environ))
-    if link is None:
-        return _leave_to_the_user(run)
-    say(f"it goes on as job {link.id}")
-    return 0
+    if link:
+        say(f"it goes on as job {link.id}")
+    return link is not None
 
 
 def prepare_failed_end(environ: dict[str, str], code: int) -> int:
@@ -280,7 +287,9 @@ def _end_link(
             link = None
         if link and facts.bad_nodes:
             keep_off(run, link.id, give_up)
-        return 0 if link else _resubmit(run, attempt, environ)
+        if link or _queue_new_job(run, attempt, environ):
+            return 0
+        return _leave_to_the_user(run)
     if link and verdict.cause != Cause.SUPERSEDED:
         try:
             slurm.cancel([link.id])

@@ -238,20 +238,38 @@ def test_a_controller_that_is_away_is_no_refusal(
     assert len(slurm_commands.calls("scontrol")) < 60  # now and then, and so are the messages
 
 
+def test_a_requeue_and_a_new_job_that_were_refused_are_tried_again(
+    slurm_commands: Slurm, end: Callable[..., int], clock: Clock, printed: list[str]
+) -> None:
+    """By a plugin of the site, or a limit of the account, for a moment."""
+    slurm_commands.answer("scontrol", SHOWN_JOB.format("RUNNING", 2))
+    slurm_commands.answer("scontrol", err="Unspecified error", code=1)
+    slurm_commands.answer("scontrol", SHOWN_JOB.format("RUNNING", 2))
+    slurm_commands.answer("scontrol", SHOWN_JOB.format("RUNNING", 2))
+    slurm_commands.answer("scontrol", "")
+    slurm_commands.answer("sbatch", err="Unspecified error", code=1)
+    assert end() == 0
+    assert clock.slept == [*requeue.REFUSED_PAUSES_S[:1]]
+    assert len(printed) == 2
+
+
 @pytest.mark.parametrize(("code", "ended"), [(0, 0), (1, 75)])
 def test_a_refused_requeue_submits_a_new_job(
     slurm_commands: Slurm,
     end: Callable[..., int],
+    clock: Clock,
     run: RunFolder,
     printed: list[str],
     code: int,
     ended: int,
 ) -> None:
-    slurm_commands.answer("scontrol", SHOWN_JOB.format("RUNNING", 2))
-    slurm_commands.answer("scontrol", err="Requested operation is disabled", code=1)
-    slurm_commands.answer("scontrol", SHOWN_JOB.format("RUNNING", 2))
+    for _ in range(1 + len(requeue.REFUSED_PAUSES_S) if code else 1):
+        slurm_commands.answer("scontrol", SHOWN_JOB.format("RUNNING", 2))
+        slurm_commands.answer("scontrol", err="Requested operation is disabled", code=1)
+        slurm_commands.answer("scontrol", SHOWN_JOB.format("RUNNING", 2))
     slurm_commands.answer("sbatch", "" if code else "8\n", code=code)
     assert end() == ended
+    assert clock.slept == ([*requeue.REFUSED_PAUSES_S] if code else [])
     assert printed[0] == "scontrol refused: Requested operation is disabled"
     if ended:
         assert "the next job of the chain could not be queued: " in printed[1]
