@@ -109,20 +109,9 @@ class DrilledRun(Run):
         step = self.position.step + 1
         check_values(values)
         numbers = {name: plain(scalar) for name, scalar in values.items()}
-        digests, gradients_size = self._steps.take()
         # The loader has not counted its batch yet.
         samples = self.position.samples if self._loader is None else self._batch.end
-        self._step_record = DrillRecord(
-            rank=self.rank,
-            at="step",
-            step=step,
-            epoch=self.position.epoch,
-            samples=samples,
-            used=digests,
-            state={},
-            values=numbers,
-            sizes={"gradients": gradients_size},
-        )
+        self._step_record = self._make_record("step", step, samples, numbers)
         hold = self._plan["hold"] if step == self._plan.get("at") else ""
         if hold == "stop":
             self._hold_until_notice()
@@ -192,22 +181,27 @@ class DrilledRun(Run):
         raise HpcDdpError(f"the drill's {disturbance} did not come")
 
     def _record(self, moment: str) -> None:
-        """Append a record of this rank's state: `moment` is start, epoch or end. The optimizers'
-        digests begin anew. If the disk refuses, a message is printed once."""
-        _, gradients_size = self._steps.take()
-        position = self.position
-        record = DrillRecord(
+        """Append a record of this rank's state: `moment` is start, epoch or end. If the disk
+        refuses, a message is printed once."""
+        self._write_record(self._make_record(moment, self.position.step, self.position.samples, {}))
+
+    def _make_record(
+        self, moment: str, step: int, samples: int, numbers: Mapping[str, Any]
+    ) -> DrillRecord:
+        """Return a record without the state: that of a step has the digests of what the optimizers
+        have read, and the `numbers` of the script. The optimizers' digests begin anew."""
+        digests, gradients_size = self._steps.take()
+        return DrillRecord(
             rank=self.rank,
             at=moment,
-            step=position.step,
-            epoch=position.epoch,
-            samples=position.samples,
-            used={},
+            step=step,
+            epoch=self.position.epoch,
+            samples=samples,
+            used=digests if moment == "step" else {},
             state={},
-            values={},
+            values=numbers,
             sizes={"gradients": gradients_size},
         )
-        self._write_record(record)
 
     def _end_step_record(self) -> None:
         """Append the record of the newest step, unless it is written; raises nothing, as

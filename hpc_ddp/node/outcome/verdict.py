@@ -56,7 +56,6 @@ from hpc_ddp.node.outcome.silent_ends import (
 from hpc_ddp.slurm_text import Job
 
 E = TypeVar("E", bound=JournalEvent)
-
 UNFINISHED = f"{EARLY_EXIT}; what came after its last checkpoint is lost"
 OUTLASTED = " (the script did not end by itself, and was killed)"
 AFTER_STILL = " (right after it stood still, as in a suspension: no failure is counted)"
@@ -130,6 +129,11 @@ class AttemptFacts:
         return not silent_nodes(self.spec, self.nodes, self.records)
 
     @property
+    def has_ended_well(self) -> bool:
+        """Whether all tasks of all nodes have recorded their end, and each exit code is 0."""
+        return self.complete and not any(record["code"] for record in self.ends)
+
+    @property
     def progress(self) -> bool:
         """Whether this attempt has saved a newer checkpoint than it began with."""
         return self.attempt in attempts_with_progress(self.events)
@@ -142,8 +146,7 @@ class AttemptFacts:
     @property
     def failure(self) -> Failure | None:
         """The failure by `find_failure`. Raise KeyError or TypeError for a damaged record."""
-        is_good = self.complete and not any(record["code"] for record in self.ends)
-        return find_failure(self._failures, self.events, self.attempt, is_good)
+        return find_failure(self._failures, self.events, self.attempt, self.has_ended_well)
 
     @property
     def _failures(self) -> list[Failure]:
@@ -196,9 +199,7 @@ def decide(facts: AttemptFacts) -> Verdict:
         why = f"Slurm has lost {', '.join(facts.lost_nodes)}" if facts.lost_nodes else ""
         return Verdict(cause, Action.NONE, why)
     if cause == Cause.UNFINISHED:
-        if early_exits(facts.events, facts.attempt):
-            return Verdict(Cause.FAILED, Action.GIVE_UP, UNFINISHED, 1)
-        cause = Cause.FAILED  # the code was hidden
+        return Verdict(Cause.FAILED, Action.GIVE_UP, UNFINISHED, 1)
     if cause == Cause.BAD_NODE and facts.unfit and facts.unfit.hopeless:
         return Verdict(Cause.FAILED, Action.GIVE_UP, _describe(facts, cause), 1)
     if cause == Cause.CANCELLED:
@@ -211,9 +212,7 @@ def decide(facts: AttemptFacts) -> Verdict:
 
 
 def _cause(facts: AttemptFacts) -> Cause:
-    """Return why the attempt has ended: the first cause that applies, in the order of the lines: a
-    newer attempt, the user's wish, the end of the training, Slurm's own reasons, notices, failures,
-    silent nodes."""
+    """Return why the attempt has ended: the first cause that applies, in the order below."""
     job = facts.job
     if facts.superseded or (job and job.restarts > facts.restarts):
         return Cause.SUPERSEDED
@@ -248,12 +247,13 @@ def _cause(facts: AttemptFacts) -> Cause:
     if facts.failure:
         stood_still = any(record.get("stood_still") for record in facts.ends)
         return Cause.STOOD_STILL if stood_still and facts.failure.is_of_clock else Cause.FAILED
-    if not complete or any(codes):
+    if not is_good:
         return Cause.NODE_LOST
-    # Of this attempt or another one: a start that is killed before its loop may end with 0.
+    # In any attempt: a start that is killed before its loop may end with 0.
     has_begun = facts.had_begun or last_event(facts.events, TrainingBegun)
-    is_finished = not has_begun or last_event(facts.events, Finished)
-    return Cause.FINISHED if is_finished else Cause.UNFINISHED
+    if not has_begun or last_event(facts.events, Finished):
+        return Cause.FINISHED
+    return Cause.UNFINISHED if early_exits(facts.events, facts.attempt) else Cause.FAILED
 
 
 def _why_not_again(facts: AttemptFacts, cause: Cause) -> str | None:
@@ -383,7 +383,7 @@ def _no_progress(facts: AttemptFacts) -> str | None:
 
 def _describe(facts: AttemptFacts, cause: Cause) -> str:
     """Return the end of an attempt with `cause` in words, for the verdict's `why`."""
-    if cause == Cause.FAILED and not any(record["code"] for record in facts.ends):
+    if cause == Cause.FAILED and facts.has_ended_well:
         return f"{facts.failure}: {HIDDEN_EXIT}" if facts.failure else HIDDEN_EXIT
     if cause in (Cause.FAILED, Cause.STOOD_STILL):
         return f"{facts.failure}{AFTER_STILL * (cause == Cause.STOOD_STILL)}"
@@ -392,8 +392,7 @@ def _describe(facts: AttemptFacts, cause: Cause) -> str:
     if cause == Cause.NODE_LOST:
         silent = ", ".join(silent_nodes(facts.spec, facts.nodes, facts.records))
         return f"no word from {silent or 'a node'}"
-    end = OUTLASTED * any(r.get("killed") and r["notice"] for r in facts.ends)
-    is_good = facts.complete and not any(r["code"] for r in facts.ends)
-    if facts.is_plain and facts.notices and is_good:
-        end = MAYBE_DONE
+    is_maybe_done = facts.is_plain and facts.notices and facts.has_ended_well
+    is_outlasted = any(r.get("killed") and r["notice"] for r in facts.ends)
+    end = MAYBE_DONE if is_maybe_done else OUTLASTED * is_outlasted
     return f"{cause}{end}" if facts.step is None else f"{cause}, at step {facts.step}{end}"

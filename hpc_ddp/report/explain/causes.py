@@ -43,7 +43,6 @@ _BY_CAUSE: dict[str, tuple[str, str]] = {
     Cause.CANCELLED: ("cancelled", "was cancelled{at}."),
     Cause.STOOD_STILL: ("stopped", "failed{at}, right after it stood still, as in a suspension."),
 }
-SHELL_HINT = "set -o pipefail, or exec before the program"
 # Kinds of failures that come again in the next attempt. The logs are searched for them where no
 # rank has recorded a failure.
 REPEATING_KINDS = (
@@ -127,7 +126,8 @@ def _explain_verdict(facts: RunFacts, verdict: VerdictGiven) -> Explanation:
     # A script that ended without run.finish(). Each other failure names its node, except a fault of
     # all nodes, for which see above.
     if HIDDEN_EXIT in verdict.why and verdict.node is None:
-        hint = f"what ended it may stand in its log; in a shell, {SHELL_HINT}; then {facts.again}"
+        hint = "what ended it may stand in its log; in a shell, set -o pipefail, or exec before the"
+        hint += f" program; then {facts.again}"
         return Explanation("exit code", f"ended{step_phrase(facts)} with {HIDDEN_EXIT}.", hint)
     if verdict.cause == Cause.FAILED and verdict.node is None:
         text = f"left its training loop, but {EARLY_EXIT}."

@@ -116,7 +116,7 @@ def _lines_of_loop(code: CodeType, offset: int) -> range:
     try:
         tree = ast.parse(text)
         # Codes of the same source are equal. 0, True: without this module's ``__future__`` imports.
-        if line is None or code not in _codes_in(compile(text, code.co_filename, "exec", 0, True)):
+        if line is None or code not in codes_in(compile(text, code.co_filename, "exec", 0, True)):
             return range(0)
     except (SyntaxError, ValueError):
         return range(0)
@@ -126,9 +126,9 @@ def _lines_of_loop(code: CodeType, offset: int) -> range:
     return range(0)
 
 
-def _codes_in(code: CodeType) -> Iterator[CodeType]:
-    """Yield a module's code, and those of its functions and classes, nested ones included."""
+def codes_in(code: CodeType) -> Iterator[CodeType]:
+    """Yield the code of a module or function, and those of functions and classes within it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _codes_in(constant)
+            yield from codes_in(constant)

@@ -19,6 +19,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.training.checkpoint.state import ignored_by_ddp
+from hpc_ddp.training.data.loop_site import codes_in
 from hpc_ddp.training.models.dtensor import fsdp_modules, is_sharded, reshard
 
 TOGETHER = 1 << 26  # the most bytes of a broadcast of several buffers
@@ -160,18 +161,11 @@ def _refers_to_any(function: Any, modules: Container[int]) -> bool:
         # Of a function's globals only those that its code names.
         parts.extend(referent for referent in gc.get_referents(part) if referent is not scope)
         if kind is FunctionType:
-            parts.extend(scope[name] for name in _names_in(part.__code__) if name in scope)
+            names = chain.from_iterable(code.co_names for code in codes_in(part.__code__))
+            parts.extend(scope[name] for name in names if name in scope)
         if issubclass(kind, weakref.ref):
             parts.append(part())
     return False
-
-
-def _names_in(code: CodeType) -> Iterator[str]:
-    """Yield the global names of a function's code, and of the code of functions within it."""
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _names_in(constant)
 
 
 class Average(AveragedModel):

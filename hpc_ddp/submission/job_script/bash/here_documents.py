@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import re
 
-_EMPTY = r"-{}[ \t]+(?:''|\"\")"  # an option with an empty value
-_OPTIONS = "|".join(
-    (f"-r[ \t]+{_EMPTY}".format("d"), f"{_EMPTY}[ \t]+-r".format("d"), _EMPTY.format("rd"))
-)
+_NO_END = r"(?:''|\"\")"  # of a line: all of the text is read
 _READ = re.compile(
-    rf"^[ \t]*read[ \t]+(?:{_OPTIONS})[ \t]+(?P<name>\w+)[ \t]*"
+    rf"^[ \t]*read[ \t]+(?:-r[ \t]+-d[ \t]+{_NO_END}|-d[ \t]+{_NO_END}[ \t]+-r|-rd[ \t]+{_NO_END})"
+    r"[ \t]+(?P<name>\w+)[ \t]*"
     r"<<(?P<dash>-?)[ \t]*(?P<quote>['\"]?)(?P<mark>\w+)(?P=quote)[ \t]*"
     r"(?:\|\|[ \t]*(?:true|:))?[ \t]*\n(?P<body>(?:.*\n)*?)\t*(?P=mark)[ \t]*$",
     re.M,

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from hpc_ddp.core.job.variables import OF_A_RANK
 from hpc_ddp.submission.job_script.bash.counts import count_devices, whole_number
 from hpc_ddp.submission.job_script.bash.syntax import (
+    ALL_ARGUMENTS,
     Node,
     adds_words,
     is_pattern,
@@ -33,7 +34,6 @@ from hpc_ddp.submission.job_script.bash.words import (
 
 # [1] or [2] the name in $NAME and ${NAME}; [3] the operator before a default, as :- of ${NAME:-x}.
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?:(:?[-=])(.*))?\})", re.S)
-_SOME_ARGUMENTS = re.compile(r'"?\$\{[@*]:\s*[1-9]\d*(:\d+)?\}"?')  # "${@:2}"
 _ARRAY = re.compile(r"\$\{(\w+)\[[@*]\]\}")
 # A job, or each of its workers, has these whatever its script does.
 OF_A_JOB = re.compile(
@@ -102,14 +102,8 @@ class Scope:
                 result += [replace(word, line=word.line if line is None else at) for word in words]
             elif which := re.fullmatch(r"(?:\$\(|`)(?:which|command -v) ([\w.-]+)[`)]", text):
                 result.append(literal(which[1], at))
-            elif re.fullmatch(r'"?\$\{?[@*]\}?"?', text) and self._knows_all_arguments():
+            elif self._is_all_arguments(text.strip('"')):
                 result += self.arguments or ()
-            elif (
-                _SOME_ARGUMENTS.fullmatch(text)
-                and not self.arguments
-                and self._knows_all_arguments()
-            ):
-                continue  # none is there
             else:
                 words = split_words(Word(tuple(self._parts(node, False)), at))
                 is_empty = not words and node.type in ("string", "raw_string")  # "", '' or "$A"
@@ -361,6 +355,12 @@ class Scope:
         if match[3].endswith("=") and nodes:
             parts = (part for child in nodes for part in self._parts(child, True))
             self.set(match[1] or match[2], Word(tuple(parts)))
+
+    def _is_all_arguments(self, text: str) -> bool:
+        """Return whether a word is ``$@``, or ``${@:2}`` of a script without arguments, and the
+        arguments are known, as by `_knows_all_arguments`."""
+        is_whole = ":" not in text or not self.arguments
+        return bool(ALL_ARGUMENTS.fullmatch(text)) and is_whole and self._knows_all_arguments()
 
     def _knows_all_arguments(self) -> bool:
         """Return whether ``$@`` is known. Where it is taken to be empty, since no argument is

@@ -18,7 +18,7 @@ _PLACEHOLDER = re.compile(
     rb"|(?<==)<[A-Za-z][\w .-]*>(?=\s|$)"
 )
 _ARGUMENTS = re.compile(r"(?<!\\)\$(?:[1-9@*#]|\{(?:[1-9@*](?!:?-)[^}]*|#)\})")
-_ALL_ARGUMENTS = re.compile(r"(?<!\\)\$(?:[@*]|\{[@*](?::\s*[1-9]\d*(?::\d+)?)?\})")
+ALL_ARGUMENTS = re.compile(r"(?<!\\)\$(?:[@*]|\{[@*](?::\s*[1-9]\d*(?::\d+)?)?\})")
 # What is added to a text in double quotes: no operator of the shell, but within ``$(…)``.
 _ADDED_TEXT = r"(?:\\[\s\S]|\$\((?:[^()]|\([^()]*\))*\)|(?!\$\()[^\"\\;&|<>])*"
 # Lines that end within a word, and what follows of it.
@@ -172,7 +172,7 @@ def uses_arguments(text: str, are_none: bool = False) -> bool:
     awk or Python, in single quotes; nor, where the script gets no arguments (`are_none`), ``$@``
     and ``$*``, which are then nothing."""
     code = without_quoted_texts(text)
-    return bool(_ARGUMENTS.search(_ALL_ARGUMENTS.sub("", code) if are_none else code))
+    return bool(_ARGUMENTS.search(ALL_ARGUMENTS.sub("", code) if are_none else code))
 
 
 def commands_of(node: Node) -> list[Node]:
