@@ -187,14 +187,20 @@ class Bench:
             return cpu_s(run.process.pid)
 
     def imports(self, *options: str) -> int:
-        """Return how many processes of a node load libtorch in a dry run with two workers and some
-        options: those that strace has seen open it."""
+        """Return how many processes of a node load libtorch in an attempt on two nodes with two
+        workers each and some options: those that strace has seen open it, below slurmd."""
         folder = self.fresh()
         (folder / "train.py").write_text(ONE_STEP)
-        words = (*options, "--nproc-per-node", "2", str(folder / "train.py"))
-        tracer = ("strace", "-f", "-ff", "-qq", "-e", "trace=openat", "-o", str(folder / "trace"))
-        with DryRun(folder / "runs", *words, prefix=tracer) as run:
-            poll(lambda: bool(run.events("first_step")), timeout=300)
+        slurmd = str(self.cluster.slurmd_pid(self.cluster.nodes[0]))
+        argv = ["strace", "-f", "-ff", "-qq", "-e", "trace=openat", "-o", str(folder / "trace")]
+        tracer = subprocess.Popen([*argv, "-p", slurmd])
+        hpc = Hpc(self.cluster, folder / "runs")
+        job = hpc.submit(*options, *TWO_BY_TWO, str(folder / "train.py"))
+        job.event("first_step")
+        tracer.terminate()  # the processes go on without it
+        tracer.wait()
+        self.cluster.run("scancel", job.id)
+        self.cluster.reset()
         texts = (file.read_text(errors="replace") for file in folder.glob("trace.*"))
         return sum(bool(re.search(r"libtorch_cpu\.so.* = \d+$", text, re.M)) for text in texts)
 
@@ -225,8 +231,8 @@ def cpu_s(pid: int) -> float:
 class DryRun:
     """A dry run in a folder of its own, which ends with the block."""
 
-    def __init__(self, folder: Path, *words: str, prefix: Sequence[str] = ()) -> None:
-        argv = [*prefix, sys.executable, "-m", "hpc_ddp", "dry-run", *words]
+    def __init__(self, folder: Path, *words: str) -> None:
+        argv = [sys.executable, "-m", "hpc_ddp", "dry-run", *words]
         env = {**os.environ, "HPC_DDP_RUNS": str(folder), "PYTHONPATH": str(REPO)}
         self.process = subprocess.Popen(
             argv, cwd=REPO, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL

@@ -100,6 +100,9 @@ class AttemptEnv:
         the attempt that began the run anew (``--fresh``), 0 where none did
     warm_start
         1 if workers are forked from a process that has imported torch, 0 if each imports it
+    preflight_shell
+        process id of the batch script where torchrun's agents take part in the preflight, and start
+        the workers after it; else 0
     restarts, cpus
         how often Slurm has requeued the job; CPUs of the smallest node
     node_index
@@ -130,6 +133,7 @@ class AttemptEnv:
     resume_if: str = ""
     first_attempt: int = 0
     warm_start: int = 0
+    preflight_shell: int = 0
 
     @property
     def run_folder(self) -> RunFolder:
@@ -189,7 +193,7 @@ def _parse_field(name: str, text: str) -> Any:
     return int(text) if name in _INTEGERS else text
 
 
-_OF_THE_SCRIPT = ("host_suffix", "interface", "step_launcher", "node_index")
+_OF_THE_SCRIPT = ("host_suffix", "interface", "step_launcher", "node_index", "preflight_shell")
 _INTEGERS = (
     "attempt",
     "first_attempt",
@@ -200,6 +204,7 @@ _INTEGERS = (
     "cpus",
     "node_index",
     "warm_start",
+    "preflight_shell",
 )
 
 

@@ -39,6 +39,7 @@ from hpc_ddp.core.process import NOTICE_SIGNALS
 from hpc_ddp.node.child_process import NO_GROUP, split_words
 from hpc_ddp.node.net import elastic_rendezvous, fixed_rendezvous
 from hpc_ddp.node.net.place import Place
+from hpc_ddp.node.preflight.agent_part import await_outcome
 from hpc_ddp.node.workers import fork_server
 from hpc_ddp.node.workers.fork_server import ForkServer
 from hpc_ddp.node.workers.forked_script import ForkedScript
@@ -259,18 +260,26 @@ def _failure(rank: int, failure: Any) -> dict[str, Any]:
 def start_server(argv: list[str]) -> ForkServer | ForkedScript | None:
     """Import torch, and start the fork server for the script of torchrun's command line `argv`.
     Return what `fork_server.start_server` returns: in a forked worker a ForkedScript, in the agent
-    the server or None. None for a job with ``--no-warm-start``, for which nothing is imported."""
-    if not AttemptEnv.from_env(os.environ).warm_start:
-        return None
+    the server or None. None for a job with ``--no-warm-start``."""
     with pause_collector(), keep_cpus():
         import torch  # noqa: F401  # the server, and so all workers, have it then
 
+        if not AttemptEnv.from_env(os.environ).warm_start:
+            return None
         return fork_server.start_server(split_words(argv)[1])
 
 
+def await_preflight(place: Place) -> None:
+    """Take part in the preflight where the batch script makes one at the same time, and return once
+    the training can start; exit with 1 if it can not. This process must not have threads."""
+    if AttemptEnv.from_env(os.environ).preflight_shell and not await_outcome(place):
+        os._exit(1)
+
+
 def main(argv: list[str]) -> ForkedScript:
-    """Run torchrun with its command line `argv`; exit with 0, or with 1 when a worker has failed.
-    Only in a forked worker this returns, with the worker's script.
+    """Run torchrun with its command line `argv`, after the preflight if there is one; exit with 0,
+    or with 1 when a worker has failed, or a node is unfit. Only in a forked worker this returns,
+    with the worker's script.
 
     Failed workers are written to ``failures.json`` of the node's folder. So is an exception, as
     ``{"agent": text}``, which is then raised; if a port was taken, the attempt's ``port-taken`` is
@@ -289,10 +298,16 @@ def main(argv: list[str]) -> ForkedScript:
     folder = Path(os.environ["HPC_DDP_NODE_FOLDER"])
     failures = NodeFolder(folder).failures  # it exists: the disk may have no room for a new file
     try:
-        server = start_server(argv)
+        place = Place.from_env(dict(os.environ))
+        try:
+            server = start_server(argv)
+        except Exception:
+            await_preflight(place)  # it names a node on which torch can't be imported
+            raise
         if isinstance(server, ForkedScript):
             return server
-        result = launch(argv, Place.from_env(dict(os.environ)), server)
+        await_preflight(place)
+        result = launch(argv, place, server)
     except Exception as error:
         if "EADDRINUSE" in f"{error!r} {error.__cause__!r}":
             AttemptFolder(folder.parent).port_taken.touch()

@@ -194,6 +194,10 @@ class Cluster(Machinery):
         yield
         sh("umount", "--lazy", str(self.scratch))
 
+    def slurmd_pid(self, node: str) -> int:
+        """Return the id of a node's slurmd, below which its jobs run."""
+        return self._processes[f"slurmd.{node}"].pid
+
     def kill_slurmd(self, node: str) -> None:
         """Kill a node's slurmd; its jobs go on."""
         self._stop(f"slurmd.{node}", number=signal.SIGKILL)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +168,64 @@ def test_what_is_wrong_everywhere_is_no_nodes_fault(hpc: Hpc, cluster: Cluster) 
     assert "there is no interface 'ib7'" in job.output().splitlines()[-1]
     assert "the same on all nodes" in job.output().splitlines()[-1]
     assert len(job.events("preflight")) == 1
+
+
+@pytest.mark.more
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ("raise RuntimeError('half of it')", "import torch: RuntimeError: half of it (the same"),
+        ("import os; os._exit(3)", "exit code 3"),
+    ],
+    ids=["raises", "ends"],
+)
+def test_a_torch_that_is_broken_everywhere_ends_the_job(
+    hpc: Hpc, cluster: Cluster, tmp_path: Path, body: str, reason: str
+) -> None:
+    """The preflight says so, unless torchrun's agents have ended before."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text(body)
+    words = ("--env", f"PYTHONPATH={tmp_path}", "--max-failures", "0")
+    job = hpc.submit("--preflight", "--nodes", "2", *words, SCRIPT)
+    begin = time.time()
+    assert job.end() == "FAILED", job.output()
+    assert time.time() - begin < 100  # the import's own limit is 300 s
+    assert job.verdicts() == [("failed", "give up")]
+    assert reason in job.output()
+    assert not list(job.run.path.glob(".preflight-*"))
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("victim", ["preflight.driver", "elastic_agent"])
+def test_a_process_of_the_preflight_is_killed(
+    hpc: Hpc, cluster: Cluster, tmp_path: Path, victim: str
+) -> None:
+    """While agents import torch. The attempt ends at once, and another one follows."""
+    go = tmp_path / "go"
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys, time, pathlib\n"
+        f"go = pathlib.Path({str(go)!r})\n"
+        "while 'elastic_agent' in sys.orig_argv and not go.exists(): time.sleep(0.1)\n"
+    )
+    job = hpc.submit("--preflight", "--nodes", "2", "--env", f"PYTHONPATH={tmp_path}", SCRIPT)
+    job.until(lambda: _processes(job, "elastic_agent") and _processes(job, victim), victim)
+    begin = time.time()
+    os.kill(_processes(job, victim)[0], signal.SIGKILL)
+    assert job.event("verdict", 0)["time"] - begin < 60
+    assert job.events("verdict")[0]["action"] == "requeue", job.output()
+    go.touch()
+    assert job.end() == "COMPLETED", job.output()
+
+
+def _processes(job: Job, word: str) -> list[int]:
+    """Return the ids of the job's processes that have a word in their command line."""
+    pids = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            words = path.read_text().split("\0")
+            if f"{job.run.path}/lib/node.py" in words and word in words and "srun" not in words[0]:
+                pids.append(int(path.parent.name))
+    return pids
 
 
 @pytest.mark.more

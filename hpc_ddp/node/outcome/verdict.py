@@ -236,12 +236,12 @@ def _cause(facts: AttemptFacts) -> Cause:
         return Cause.CANCELLED
     if set(facts.notices) & {*END_OF_TIME}:
         return Cause.TIME_LIMIT
+    if facts.unfit and not facts.unfit.notice:  # the batch script ends a step that waits for it
+        return Cause.BAD_NODE
     if facts.notices:
         # A silent node without a stop of the ranks has died: srun then signals the other nodes.
         is_asked = complete or facts.find_event(Stopped) or facts.unfit
         return Cause.NOTICE if is_asked else Cause.NODE_LOST
-    if facts.unfit:
-        return Cause.BAD_NODE
     if facts.failure and facts.failure.is_of_peers and facts.spec.elastic and facts.lost_nodes:
         return Cause.NODE_LOST
     if facts.failure:

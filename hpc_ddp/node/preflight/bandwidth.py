@@ -31,7 +31,6 @@ def import_torch() -> Any:
     """Import torch and return the module; print (`report`) its version and accelerators, and that
     the stage ``torch`` is completed. If torch can't be imported, report only a fault, and return
     None."""
-    began = time.time()
     try:
         import torch
         import torch.distributed
@@ -40,7 +39,7 @@ def import_torch() -> Any:
         return None
     device, count = accelerators(torch)
     values = {"torch": torch.__version__, "device": device, "devices": count}
-    report(stage="torch", values={**values, "import_s": round(time.time() - began, 1)})
+    report(stage="torch", values=values)
     return torch
 
 

@@ -11,9 +11,12 @@ question        answer                                                          
 ports, missing  names, links and files of the partners, by `links`                      ``partners``
 (empty)         the version and the devices of torch, by `bandwidth`                    ``torch``
 members         the speeds between nodes, by `bandwidth`                                ``exchange``
+fit             none: the preflight is over, and whether the training can start
 ==============  ======================================================================  ============
 
-torch is not imported earlier: meanwhile a node would answer its partners late.
+torchrun's agent imports torch anyway: with HPC_DDP_PREFLIGHT_SHELL it answers the questions from
+``torch`` on (`agent_part`). Else the node's task imports torch once the partners are tested, since
+meanwhile a node would answer them late.
 """
 
 from __future__ import annotations
@@ -33,10 +36,11 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 from hpc_ddp.core.accelerators import VENDORS, device_files, listed_devices
+from hpc_ddp.core.attempt_env import AttemptEnv
 from hpc_ddp.core.process import NOTICE_SIGNALS
 from hpc_ddp.node.net import fabric_lookup, network
 from hpc_ddp.node.net.place import Place
-from hpc_ddp.node.preflight import bandwidth
+from hpc_ddp.node.preflight import agent_link, bandwidth
 from hpc_ddp.node.preflight.links import Listener, check_partners, partners
 from hpc_ddp.node.preflight.messages import report
 
@@ -266,11 +270,11 @@ def _set_network(place: Place) -> None:
 
 
 def _read_question() -> dict[str, Any]:
-    """Wait for the next question on stdin and return it. Exit the process with 0 when stdin is
-    closed. Raise ValueError for a torn line."""
+    """Wait for the next question on stdin and return it. Raise EOFError when stdin is closed,
+    ValueError for a torn line."""
     line = sys.stdin.readline()
     if not line:
-        os._exit(0)  # threads that still listen or resolve a name are not waited for
+        raise EOFError
     question: dict[str, Any] = json.loads(line)
     return question
 
@@ -281,21 +285,25 @@ def _end_with_notice(number: int, frame: FrameType | None) -> None:
     os._exit(0)
 
 
-def main(argv: list[str]) -> int:
-    """Answer the driver's questions on stdin in the order of the module's table, then exit the
-    process with 0, whatever the checks have found. `argv` is not used.
+def answer_on_torch(place: Place, store_socket: socket.socket) -> bool:
+    """Answer the driver's questions on stdin from the stage ``torch`` on; return whether the driver
+    then says that the training can start. `store_socket` is the socket for `join_group`.
 
-    A signal of `NOTICE_SIGNALS` is reported as a notice, and ends the process with 0 at once.
-    HPC_DDP_NODE is set, and the variables of `_set_network`. Raises OSError as `Place.from_env`,
-    where no port is free, and where stdout is closed; KeyError, TypeError or ValueError for a wrong
-    environment or a damaged question.
+    The variables of `_set_network` are set. Raises EOFError where the driver ends the dialogue
+    without that word, ValueError for a torn question, OSError where stdout is closed.
     """
-    os.environ["HPC_DDP_NODE"] = ""  # for a notice that comes before the order
-    for number in NOTICE_SIGNALS:
-        signal.signal(number, _end_with_notice)
-    order = Order(**_read_question())
-    place = Place.from_env(dict(os.environ), order.nodes)
-    os.environ["HPC_DDP_NODE"] = place.node
+    _set_network(place)
+    torch = bandwidth.import_torch()
+    while "fit" not in (question := _read_question()):
+        if torch is not None and place.node in question["members"]:
+            group = bandwidth.Group(**question)
+            bandwidth.measure_group(torch, place.node, store_socket, group)
+    return bool(question["fit"])
+
+
+def _answer_all(order: Order, place: Place) -> None:
+    """Answer the driver's questions after the `order`; raise as `main`, and EOFError where stdin is
+    closed before the last question."""
     report(stage="start")
     listener = Listener(place.node, order.secret, order.port)
     # The socket is held until the store is made: another process might take the port.
@@ -311,9 +319,27 @@ def main(argv: list[str]) -> int:
             check_partners(place, ports, Path(order.folder), order.secret)
         report(stage="partners")
         _read_question()
-        _set_network(place)
-        torch = bandwidth.import_torch()
-        question = _read_question()
-        if torch is not None and place.node in question["members"]:
-            bandwidth.measure_group(torch, place.node, store_socket, bandwidth.Group(**question))
-    os._exit(0)  # taking torch apart takes time
+        if AttemptEnv.from_env(os.environ).preflight_shell:
+            agent_link.pass_dialogue(place, store_socket)
+        else:
+            answer_on_torch(place, store_socket)
+
+
+def main(argv: list[str]) -> int:
+    """Answer the driver's questions on stdin in the order of the module's table, then exit the
+    process with 0, whatever the checks have found. `argv` is not used.
+
+    A signal of `NOTICE_SIGNALS` is reported as a notice, and ends the process with 0 at once.
+    HPC_DDP_NODE is set, and the variables of `_set_network`. Raises OSError as `Place.from_env`,
+    where no port is free, where stdout is closed, and as `agent_link.pass_dialogue`; KeyError,
+    TypeError or ValueError for a wrong environment or a damaged question.
+    """
+    os.environ["HPC_DDP_NODE"] = ""  # for a notice that comes before the order
+    for number in NOTICE_SIGNALS:
+        signal.signal(number, _end_with_notice)
+    with contextlib.suppress(EOFError):
+        order = Order(**_read_question())
+        place = Place.from_env(dict(os.environ), order.nodes)
+        os.environ["HPC_DDP_NODE"] = place.node
+        _answer_all(order, place)
+    os._exit(0)  # taking torch apart takes time; nor is a thread waited for that resolves a name

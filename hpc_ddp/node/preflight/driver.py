@@ -14,9 +14,11 @@ import os
 import secrets
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from hpc_ddp import slurm
@@ -80,35 +82,55 @@ def examine_nodes(
     begin = time.monotonic()
     log = env.attempt_folder.path / "preflight.log"
 
-    def test_nodes(again: bool) -> Reports:
-        """Test all nodes once, and return their reports; with `again` by other partners."""
+    def test_nodes(first_reports: Reports | None) -> Reports:
+        """Test all nodes once, and return their reports, as `_ask_and_close` does."""
         dialogue = Dialogue(nodes, commands, read_notice, log)
-        return _ask_and_close(dialogue, spec, run, again, start_limit(spec, env))
+        first_s = start_limit(spec, env)
+        return _ask_and_close(dialogue, spec, run, first_reports, first_s, env.preflight_shell)
 
     try:
-        reports = test_nodes(again=False)
-        if any(DOUBTFUL & dict(report.faults).keys() for report in reports.values()):
-            first_reports, reports = reports, test_nodes(again=True)
-            drop_unconfirmed(first_reports, reports)
+        reports = test_nodes(None)
+        if has_doubt(reports):
+            reports = test_nodes(reports)
         fields = outcome(reports)
     except NoticeError as error:
         fields = _fields_without_blame(f"ended early: {error}") | {"notice": str(error)}
     return {**fields, "seconds": round(time.monotonic() - begin, 1)}
 
 
+def has_doubt(reports: Reports) -> bool:
+    """Return whether a node has a `DOUBTFUL` fault, for which a second test is needed."""
+    return any(DOUBTFUL & dict(report.faults).keys() for report in reports.values())
+
+
 def _ask_and_close(
-    dialogue: Dialogue, spec: JobSpec, run: RunFolder, again: bool, first_s: float
+    dialogue: Dialogue,
+    spec: JobSpec,
+    run: RunFolder,
+    first_reports: Reports | None,
+    first_s: float,
+    shell: int,
 ) -> Reports:
     """Call `ask_questions`, with a new folder in the run; then end the dialogue, remove the folder,
-    and return the reports. A LaunchError only ends the questions early; other errors of
-    `ask_questions` are raised, and OSError where the folder can't be made. `again` and `first_s`
-    are as in `ask_questions`."""
+    and return the reports. Where no second test follows, tell the nodes before whether they are
+    fit.
+
+    `first_reports` are those of the first test in the second, in which nodes have other partners;
+    what only one of the two has found becomes a note. `first_s` and `shell` are as in
+    `ask_questions`. A LaunchError only ends the questions early; other errors of `ask_questions`
+    are raised, and OSError where the folder can't be made.
+    """
     folder = run.path / f".preflight-{secrets.token_hex(8)}"
     patience_s = CLOSE_S
     try:
         folder.mkdir(mode=0o700)
         with contextlib.suppress(LaunchError):
-            ask_questions(dialogue, spec, run, folder, again, first_s)
+            again = first_reports is not None
+            ask_questions(dialogue, spec, run, folder, again, first_s, shell)
+        if first_reports is not None:
+            drop_unconfirmed(first_reports, dialogue.reports)
+        if first_reports is not None or not has_doubt(dialogue.reports):
+            dialogue.send(fit=outcome(dialogue.reports)["ok"])
     except NoticeError:
         patience_s = 0.5  # the attempt has little time left
         raise
@@ -141,12 +163,16 @@ def ask_questions(
     folder: Path,
     again: bool,
     first_s: float = START_S,
+    shell: int = 0,
 ) -> None:
     """Send the questions that `checks` answers to all nodes of a dialogue, and add to its `reports`
     the faults that only all answers together show.
 
     The nodes write files into `folder`; with `again` they have other partners. `first_s` is the
-    limit in seconds for the nodes' first messages. Raises as `Dialogue.wait` and `_needed_bytes`.
+    limit in seconds for the nodes' first messages. Where torchrun's agents take part, `shell` is
+    the process id of the batch script: it gets SIGUSR1 to start them, before the questions that
+    need torch. These are not asked then where a node has failed before. Raises as `Dialogue.wait`
+    and `_needed_bytes`, OSError where the batch script is gone.
     """
     reports, secret = dialogue.reports, secrets.token_hex(16)
     with listen_on_any_port() as server:
@@ -167,6 +193,10 @@ def ask_questions(
     blame_pairs(reports, "link")
     if spec.gpu_count and spec.fabric != "ethernet":
         blame_fabric(reports)
+    if shell and any(report.faults for report in reports.values()):
+        return
+    if shell:
+        os.kill(shell, signal.SIGUSR1)
     dialogue.send()
     fit = dialogue.wait("torch", [node for node in fit if not reports[node].faults])
     blame_torch(reports)
@@ -219,13 +249,22 @@ def record_outcome(run: RunFolder, attempt: int, fields: Mapping[str, Any]) -> b
     return bool(fields["ok"])
 
 
+def _leave(number: int, _: FrameType | None) -> None:
+    """Exit with 1, without an outcome; the dialogue and its files end first. The signal `number`
+    has no effect from now on."""
+    signal.signal(number, signal.SIG_IGN)
+    sys.exit(1)
+
+
 def main(argv: list[str]) -> int:
     """Make the preflight of the attempt that the environment names, with `argv` as the command of
     its step; journal and print the outcome; return 0 if the training can start, else 1.
 
     Where the environment names no attempt, in an allocation, the next attempt is claimed. After a
     notice the code is 1: SIGTERM, SIGINT or SIGHUP, which this process handles from now on, or the
-    attempt's file ``notice``. HpcDdpErrors and OSErrors are printed, and journalled as the outcome.
+    attempt's file ``notice``. SIGUSR1 says that torchrun's agents, which take part, have ended: the
+    process then exits with 1, and the attempt's records say why. HpcDdpErrors and OSErrors are
+    printed, and journalled as the outcome.
     Raises KeyError without attempt and allocation, KeyError or ValueError for a damaged file of the
     attempt.
     """
@@ -233,6 +272,7 @@ def main(argv: list[str]) -> int:
     signals: list[str] = []
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda number, _: signals.append(signal.Signals(number).name))
+    signal.signal(signal.SIGUSR1, _leave)
     run = AttemptEnv.from_env(environ).run_folder
     try:
         if variable("attempt") not in environ:  # a person has started this in an allocation

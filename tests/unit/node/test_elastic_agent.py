@@ -249,6 +249,42 @@ def test_a_port_that_is_taken_is_marked(
     }
 
 
+@pytest.mark.parametrize("is_fit", [True, False])
+def test_the_training_waits_for_the_preflight(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, is_fit: bool
+) -> None:
+    calls: list[str] = []
+
+    def launch(argv: list[str], place: Place, server: None) -> None:
+        calls.append("launch")
+
+    def await_outcome(place: Place) -> bool:
+        calls.append(f"preflight of {place.node}")
+        return is_fit
+
+    monkeypatch.setattr(agent, "launch", launch)
+    monkeypatch.setattr(agent, "await_outcome", await_outcome)
+    monkeypatch.setenv("HPC_DDP_PREFLIGHT_SHELL", "77")
+    with pytest.raises(LeftError, match="0" if is_fit else "1"):
+        agent.main(["train.py"])
+    assert calls == ["preflight of n10", "launch"][: 1 + is_fit]
+
+
+def test_a_preflight_names_the_node_on_which_torch_can_not_be_imported(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start_server(argv: list[str]) -> None:
+        raise ImportError("libtorch.so")
+
+    monkeypatch.setattr(agent, "start_server", start_server)
+    monkeypatch.setattr(agent, "await_outcome", lambda place: False)
+    with pytest.raises(ImportError):
+        agent.main(["train.py"])
+    monkeypatch.setenv("HPC_DDP_PREFLIGHT_SHELL", "77")
+    with pytest.raises(LeftError, match="1"):
+        agent.main(["train.py"])
+
+
 def test_an_agent_dies_with_its_supervisor_and_loses_no_output(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -655,6 +655,9 @@ def test_a_failed_preflight_keeps_off_its_bad_nodes() -> None:
     assert decide_by(records=(), events=again[1:], attempt=3).action == "requeue"
     ended = changed(event, bad_nodes=[], notice="SIGTERM")
     assert decide_by(records=(), events=[ended]).cause == "notice"
+    # The batch script ends the step that waits for the preflight: that is no notice of the job's.
+    of_step = [record_of("n1", rank=None, code=1) | {"notice": "SIGTERM"}]
+    assert decide_by(records=of_step, events=[event]).cause == "bad node"
     preempted = replace(RUNNING, preempted_at=900.0)
     assert decide_by(records=(), events=[ended], job=preempted).cause == "preempted"
     fine = event_of("preflight", ok=True, bad_nodes=[])

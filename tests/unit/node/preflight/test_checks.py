@@ -19,7 +19,7 @@ from hpc_ddp.core.process import NOTICE_SIGNALS
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node.net import fabric_lookup, network
 from hpc_ddp.node.net.place import Place
-from hpc_ddp.node.preflight import bandwidth, checks
+from hpc_ddp.node.preflight import agent_link, bandwidth, checks
 from hpc_ddp.node.preflight.checks import UnfitError
 from hpc_ddp.node.preflight.messages import report
 from unit.node.preflight.fakes import Lines
@@ -280,6 +280,20 @@ def test_a_node_without_a_further_question_leaves(answer: Answer, count: int) ->
     questions = [ORDER, FIT, {}][:count]
     stages = [line["stage"] for line in answer(*questions) if "stage" in line]
     assert stages == ["start", "local", "partners", "torch"][: count and count + 1]
+
+
+def test_torchruns_agent_answers_the_rest(answer: Answer, monkeypatch: pytest.MonkeyPatch) -> None:
+    sockets: list[int] = []
+
+    def pass_dialogue(place: Place, store_socket: socket.socket) -> None:
+        sockets.append(store_socket.getsockname()[1])
+
+    monkeypatch.setattr(agent_link, "pass_dialogue", pass_dialogue)
+    monkeypatch.setenv("HPC_DDP_PREFLIGHT_SHELL", "77")
+    messages = answer(ORDER, FIT, {})
+    stages = {line["stage"]: line for line in messages if "stage" in line}
+    assert [*stages] == ["start", "local", "partners"]
+    assert sockets == [stages["local"]["contact"]["store_port"]]
 
 
 def test_a_node_without_torch_measures_nothing(

@@ -69,16 +69,21 @@ class Scripted:
 
 
 def _converse(
-    run: RunFolder, *nodes: str, spec: JobSpec | None = None, **stages: dict[str, dict[str, Any]]
+    run: RunFolder,
+    *nodes: str,
+    spec: JobSpec | None = None,
+    shell: int = 0,
+    **stages: dict[str, dict[str, Any]],
 ) -> Scripted:
     folder = run.path / "files"
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     dialogue: Any = Scripted(*nodes, **stages)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(driver.secrets, "token_hex", lambda count: "secret")  # type: ignore[attr-defined]
         for node in nodes:
             (folder / node).write_text("secret" if node != "blind" else "")
-        driver.ask_questions(dialogue, spec or JobSpec("t.py"), run, folder, again=False)
+        spec = spec or JobSpec("t.py")
+        driver.ask_questions(dialogue, spec, run, folder, again=False, shell=shell)
     return dialogue  # type: ignore[no-any-return]
 
 
@@ -125,6 +130,21 @@ class Listening(contextlib.nullcontext["Listening"]):
 
     def getsockname(self) -> tuple[str, int]:
         return "", 5
+
+
+def test_the_batch_script_starts_the_agents_of_nodes_that_are_fit_so_far(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    signals: list[tuple[int, int]] = []
+    monkeypatch.setattr(driver.os, "kill", lambda *words: signals.append(words))  # type: ignore[attr-defined]
+    stages = ("start", "local", "partners", "torch", "exchange")
+    dialogue = _converse(run, "n1", "n2", shell=77)
+    assert dialogue.waits == [f"{stage} n1 n2" for stage in stages]
+    assert signals == [(77, signal.SIGUSR1)]
+    fault = {"n2": {"fault": "tmpdir", "why": "full"}}
+    dialogue = _converse(run, "n1", "n2", shell=77, local=fault)
+    assert [wait.partition(" ")[0] for wait in dialogue.waits] == ["start", "local", "partners"]
+    assert signals == [(77, signal.SIGUSR1)]
 
 
 def test_one_node_alone_exchanges_nothing(run: RunFolder) -> None:
@@ -320,6 +340,16 @@ def test_an_examination_ends_with_an_outcome(
 
     assert _examine(run, fail, monkeypatch)[0]["why"] == "n1: x"
 
+    def leave(dialogue: Dialogue) -> None:
+        driver._leave(signal.SIGUSR2, None)
+
+    before = signal.getsignal(signal.SIGUSR2)
+    with pytest.raises(SystemExit, match=r"^1$"):
+        _examine(run, leave, monkeypatch)
+    assert signal.getsignal(signal.SIGUSR2) == signal.SIG_IGN
+    signal.signal(signal.SIGUSR2, before)
+    assert not list(run.path.glob(".preflight-*"))
+
     def notice(dialogue: Dialogue) -> None:
         raise NoticeError("SIGTERM")
 
@@ -331,12 +361,33 @@ def test_an_examination_ends_with_an_outcome(
     }
 
 
+def test_the_nodes_learn_the_outcome_where_no_second_test_follows(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A doubt that the second test confirms is a fault, one that it does not is none."""
+    outcomes: list[list[Any]] = []
+    rounds: list[list[tuple[str, str]]] = []
+
+    def test_once(dialogue: Dialogue) -> None:
+        dialogue.reports["n1"].faults += rounds.pop(0)
+
+    def send(dialogue: Dialogue, **question: Any) -> None:
+        outcomes[-1].append((len(rounds), question["fit"]))
+
+    monkeypatch.setattr(Dialogue, "send", send)
+    link, tmpdir = ("link", "cut"), ("tmpdir", "full")
+    for rounds[:] in ([[]], [[tmpdir]], [[link], []], [[link], [link]]):
+        outcomes.append([])
+        _examine(run, test_once, monkeypatch)
+    assert outcomes == [[(0, True)], [(0, False)], [(0, True)], [(0, False)]]
+
+
 @pytest.fixture
 def main(
     run: RunFolder, monkeypatch: pytest.MonkeyPatch, printed: list[str]
 ) -> Iterator[Callable[..., int]]:
     """Call `preflight` as the batch script does, with the process's signals as they were after."""
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
     before = [signal.getsignal(number) for number in numbers]
     for name in ("ATTEMPT", "FABRIC"):
         monkeypatch.delenv(f"HPC_DDP_{name}", raising=False)

@@ -1,0 +1,47 @@
+"""The part of torchrun's agent in the preflight: the questions on torch, which it imports anyway.
+
+A fork of the agent answers them, since it may use the node's devices: CUDA can't be used in a fork
+of a process that has used it, and the workers will be forks of the agent's.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from hpc_ddp.node.net.place import Place
+from hpc_ddp.node.preflight.agent_link import take_dialogue
+from hpc_ddp.node.preflight.checks import answer_on_torch
+from hpc_ddp.node.workers.worker import die_with_parent
+
+FIT, UNFIT, AGAIN = 0, 10, 11  # exit codes of the fork
+
+
+def await_outcome(place: Place) -> bool:
+    """Have forks of this process answer the preflight's questions on torch, one in each round;
+    return whether the training can start. Without an outcome, as after a notice, this waits until
+    the process is killed. The process must not have threads; HPC_DDP_NODE is set."""
+    while True:
+        pid = os.fork()
+        if not pid:
+            _answer(place)
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        if code in (FIT, UNFIT):
+            return code == FIT
+
+
+def _answer(place: Place) -> None:
+    """Answer the driver's questions of a round in this process, a fork, and exit it. The code is
+    `AGAIN` where a second round may follow, and after any exception, which is printed."""
+    code = AGAIN
+    try:
+        die_with_parent()
+        connection, store_socket = take_dialogue(place)
+        with connection, store_socket:
+            code = FIT if answer_on_torch(place, store_socket) else UNFIT
+    except EOFError:  # the driver has closed the dialogue
+        pass
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        os._exit(code)
