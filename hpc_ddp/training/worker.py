@@ -23,6 +23,7 @@ from hpc_ddp.training.options import Options
 from hpc_ddp.training.process import process_group
 from hpc_ddp.training.process.control_tree import open_control
 from hpc_ddp.training.process.environment import mark_trained, take_run
+from hpc_ddp.training.process.exit_watch import watch_exit
 from hpc_ddp.training.process.hang_watchdog import beat
 from hpc_ddp.training.process.member import Member
 from hpc_ddp.training.stops.signals import NONE, REASONS
@@ -172,6 +173,7 @@ class Worker(Member):
         mark_trained(self._env)
         self._notices.end(then_exit=is_stop)
         process_group.leave(self._control, self.device, then_exit=is_stop)
+        watch_exit(is_stop)
         if self.rank == 0:
             if is_stop:
                 self._say_stop()
