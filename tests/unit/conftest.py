@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,15 @@ from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.run_folder import RunFolder
 from tests.raw_events import raw
 from unit.fakes import Slurm
+
+
+@pytest.fixture(autouse=True)
+def environment_is_kept() -> Iterator[None]:
+    """A variable that a test leaves is one of all later tests of its process. torch sets one."""
+    before = dict(os.environ)
+    yield
+    left = os.environ.items() ^ before.items()
+    assert {name for name, _ in left} <= {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
 
 
 @pytest.fixture

@@ -203,6 +203,8 @@ def answer(
             values = group._asdict()
             report(stage="exchange", values=values | {"held": server.getsockname()[1]})
 
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME", "CCL_KVS_IFACE"):
+        monkeypatch.setenv(name, "")  # is set anew
     monkeypatch.setattr(os, "_exit", leave)
     monkeypatch.setattr(checks, "check_node", lambda place, order: report(note="node"))
     monkeypatch.setattr(checks, "check_partners", check_partners)

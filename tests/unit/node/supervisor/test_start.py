@@ -21,7 +21,6 @@ from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node import child_process, supervisor
 from hpc_ddp.node.net import network
 from hpc_ddp.node.net.place import Place
-from hpc_ddp.node.outcome import head_failover
 from hpc_ddp.node.supervisor import Supervisor
 from unit.fakes import Clock
 from unit.node.outcome.fakes import decide_by, event_of
@@ -191,8 +190,8 @@ def test_an_elastic_node_without_its_leader_is_killed(
 ) -> None:
     lost = threading.Event()
     lost.set()
-    monkeypatch.setattr(head_failover, "watch_head", lambda place, environ: lost)
-    monkeypatch.setattr(head_failover, "take_over_verdict", lambda *words: None)
+    monkeypatch.setattr(supervisor, "watch_head", lambda place, environ: lost)
+    monkeypatch.setattr(supervisor, "take_over_verdict", lambda *words: None)
     agent = Agent(-9)
     watcher = make_supervisor(attempt, *COMMAND[:4], "--nnodes=1:2", "train.py", index=1)
     watcher._kill_at = 0.0
@@ -251,6 +250,7 @@ def test_submitits_task_ends_with_the_supervisors_code(
     monkeypatch.setattr(signal, "signal", lambda *words: handlers.append(words))
     monkeypatch.setenv("HPC_DDP_RUN", str(tmp_path))
     monkeypatch.setenv("a", "5")
+    monkeypatch.setenv("HPC_DDP_UMASK", "22")  # is set anew
     (tmp_path / "job.json").write_text('{"args": ["--x=$a"]}')
     with pytest.raises(SystemExit, match=r"^3$"):
         supervisor.submitit_main(kind, command)
@@ -264,6 +264,7 @@ def test_submitits_task_that_can_not_start_says_why(
 ) -> None:
     monkeypatch.setattr(supervisor, "patiently", lambda call: call())
     monkeypatch.setattr(signal, "signal", lambda *words: None)
+    monkeypatch.setenv("HPC_DDP_UMASK", "22")  # is set anew
     monkeypatch.setenv("HPC_DDP_RUN", str(tmp_path))
     if content:
         (tmp_path / "job.json").write_text(content)

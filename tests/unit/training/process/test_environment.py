@@ -68,15 +68,16 @@ def test_what_a_training_starts_has_not_its_run(environ: dict[str, str]) -> None
 def test_a_process_trains_once_in_a_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HPC_DDP_WORKER", "1 ")
     monkeypatch.setenv("HPC_DDP_NODE_FOLDER", str(tmp_path))
-    monkeypatch.delenv("HPC_DDP_TRAINER", raising=False)
+    monkeypatch.setenv("HPC_DDP_TRAINER", "")  # so that it is gone after the test
+    del os.environ["HPC_DDP_TRAINER"]
     env = LaunchEnv.from_env(_worker(1))
     take_run(env)
     with pytest.raises(UsageError, match="second training has begun in a process"):
         take_run(env)
-    monkeypatch.delenv("HPC_DDP_TRAINER")
+    del os.environ["HPC_DDP_TRAINER"]
     mark_trained(env)
     with pytest.raises(UsageError, match="second process of this worker"):
         take_run(env)
     monkeypatch.setenv("HPC_DDP_WORKER", "2 ")  # torchrun has started it again
     take_run(env)
-    monkeypatch.delenv("HPC_DDP_TRAINER")
+    del os.environ["HPC_DDP_TRAINER"]

@@ -11,33 +11,37 @@ SCRIPT = """
 import subprocess, sys, threading, time
 from hpc_ddp.training.process import exit_watch
 exit_watch.LOOK_EVERY_S = 0.01
-exit_watch.STOPPED_S, exit_watch.IDLE_S, exit_watch.BUSY_SHARE = {stopped_s}, {idle_s}, 0.25
+exit_watch.STOPPED_S, exit_watch.IDLE_S = {stopped_s}, {idle_s}
+time.process_time = {process_time}
 exit_watch.watch_exit(False)
 exit_watch.watch_exit({is_stop})
 threading.Thread(target={target}, name="uploads").start()
 print("the last line")
 """
 NEVER = "lambda: threading.Event().wait()"
-COMPUTES = "lambda: [sum(range(10_000)) for _ in iter(lambda: time.process_time() < 3, False)]"
-HAS_CHILD = 'lambda: subprocess.run(["sleep", "3"])'
+SOON = "lambda: time.sleep(1)"
+HAS_CHILD = 'lambda: subprocess.run(["sleep", "1"])'
 
 
 @pytest.mark.parametrize(
-    ("is_stop", "stopped_s", "idle_s", "target", "is_ended"),
+    ("is_stop", "stopped_s", "idle_s", "is_busy", "target", "is_ended"),
     [
-        (True, 0.2, 60, NEVER, True),
-        (False, 60, 1, NEVER, True),
-        (True, 0.2, 60, COMPUTES, True),
-        (False, 60, 1, COMPUTES, False),
-        (False, 60, 1, HAS_CHILD, False),
-        (False, 60, 60, "lambda: time.sleep(0.5)", False),
+        (True, 0.2, 60, False, NEVER, True),
+        (False, 60, 0.2, False, NEVER, True),
+        (True, 0.2, 60, True, NEVER, True),
+        (False, 60, 0.2, True, SOON, False),
+        (False, 60, 0.2, False, HAS_CHILD, False),
+        (False, 60, 60, False, SOON, False),
     ],
     ids=["stopped", "idle", "busy after a stop", "busy", "a child", "soon over"],
 )
 def test_a_thread_keeps_a_worker_only_while_it_works(
-    is_stop: bool, stopped_s: float, idle_s: float, target: str, is_ended: bool
+    is_stop: bool, stopped_s: float, idle_s: float, is_busy: bool, target: str, is_ended: bool
 ) -> None:
-    text = SCRIPT.format(is_stop=is_stop, stopped_s=stopped_s, idle_s=idle_s, target=target)
+    text = SCRIPT.format(
+        **{"is_stop": is_stop, "stopped_s": stopped_s, "idle_s": idle_s, "target": target},
+        process_time="time.monotonic" if is_busy else "lambda: 0.0",
+    )
     done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=50)
     assert (done.returncode, done.stdout) == (0, "the last line\n"), done.stderr
     assert ("but not its thread uploads: the process is ended" in done.stderr) is is_ended
