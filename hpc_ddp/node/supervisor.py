@@ -47,9 +47,10 @@ from hpc_ddp.node.net import tracker_lookup
 from hpc_ddp.node.net.comparison import FabricComparison
 from hpc_ddp.node.net.network import check_resolves
 from hpc_ddp.node.net.place import Place
-from hpc_ddp.node.outcome import first_failure, head_failover, oom
+from hpc_ddp.node.outcome import first_failure, oom
 from hpc_ddp.node.watch.agent_watch import AgentWatch
 from hpc_ddp.node.watch.attempt_watch import AttemptWatch
+from hpc_ddp.node.watch.head_failover import take_over_verdict, watch_head
 from hpc_ddp.node.watch.local_notice import LocalNotice
 from hpc_ddp.node.watch.log_offsets import Growth
 from hpc_ddp.node.watch.signals import Signals
@@ -114,7 +115,7 @@ class Supervisor:
             return self._conclude(127)
         self.watch.links.start()
         environ = dict(os.environ)
-        head_gone = self.launch.is_elastic and head_failover.watch_head(self.place, environ)
+        head_gone = self.launch.is_elastic and watch_head(self.place, environ)
         while child.poll() is None:
             self.signals.wait(0.1)
             self._poll(child)
@@ -292,7 +293,7 @@ class Supervisor:
     def _conclude(self, code: int) -> int:
         """Record the end of the child with exit code `code`; return the task's exit code: 0 where
         `code` is 0, after a notice, for an `idle` torchrun, and where a later attempt runs. A node
-        that has left an elastic job returns 1, after `head_failover.take_over_verdict`. After any
+        that has left an elastic job returns 1, after `take_over_verdict`. After any
         other failure the peers are ended, and the supervisor with `peers` returns 1, the others 0.
         Raise OSError as `take_over_verdict`, or where a file can't be looked up."""
         has_left = self._write_record(code)
@@ -300,8 +301,7 @@ class Supervisor:
         if code == 0 or self.notice or self.idle or self._is_superseded():
             return 0
         if has_left:
-            has_notice = partial(bool, self.signals.seen)
-            head_failover.take_over_verdict(self.place, dict(os.environ), has_notice)
+            take_over_verdict(self.place, dict(os.environ), partial(bool, self.signals.seen))
             return 1
         self._end_peers()
         return 1 if self.launch.peers else 0

@@ -28,8 +28,25 @@ class Cause(TextEnum):
     NODE_LOST = "node lost"  # a node has left no record
     FAILED = "failed"
     STOOD_STILL = "stood still"  # it failed right after that, as after a suspension
-    UNFINISHED = "unfinished"  # the script ended without run.finish()
     BUDGET = "budget"
+
+
+class EndKind(TextEnum):
+    """How an attempt has ended, where its cause leaves that open."""
+
+    PREFLIGHT = "preflight"  # which found unfit nodes, or a fault that all nodes have
+    EARLY_EXIT = "early exit"  # the script left its loop, and did not call run.finish()
+    HIDDEN_EXIT = "hidden exit code"  # 0, before the end of the training
+    KILLED = "killed"  # after a notice, for which the script did not end
+    MAYBE_FINISHED = "maybe finished"  # a plain script that exited with 0 after a notice
+
+
+class Bound(TextEnum):
+    """The bound by which a run is given up."""
+
+    NO_PROGRESS = "no progress"  # attempts in a row without a newer checkpoint
+    UNSEEN_PROGRESS = "unseen progress"  # time limits of a script that reports no steps
+    OTHER = "other"
 
 
 class Action(TextEnum):

@@ -12,7 +12,7 @@ from functools import cache
 from typing import Any, ClassVar
 
 from hpc_ddp.core.file_io import parse_object
-from hpc_ddp.core.journal.enums import Action, Cause, StopReason
+from hpc_ddp.core.journal.enums import Action, Bound, Cause, EndKind, StopReason
 from hpc_ddp.core.journal.fields import checked, read_fields, to_number
 
 LOGIN_NODE, BATCH_SCRIPT, SUPERVISOR = "login node", "batch script", "supervisor"
@@ -343,6 +343,9 @@ class VerdictGiven(JournalEvent):
     rank: int | None = None
     node: str | None = None
     error: str | None = None
+    kind: EndKind | None = None
+    bound: Bound | None = None
+    why_not: str | None = None  # of a further attempt: the last part of `why`
 
 
 @dataclass(frozen=True)
@@ -364,12 +367,10 @@ class DrillRecord(JournalEvent):
 
 
 EVENTS: tuple[type[JournalEvent], ...] = tuple(JournalEvent.__subclasses__())
-# fmt: off
 _WITH_STEP = (
     CheckpointRestored, TrainingBegun, FirstStep, MetricsLine, StepTiming, CheckpointSaved,
     SaveFailed, Stopped, Finished, RankFailed, VerdictGiven,
-)
-# fmt: on
+)  # fmt: skip
 
 
 def step_of(event: JournalEvent | None) -> int | None:
@@ -390,9 +391,8 @@ def parse_event(line: bytes | str) -> JournalEvent | None:
 
 
 def event_of(line: Any) -> JournalEvent | None:
-    """Return the event of a line's JSON value; None where that is no object, or of an unknown kind.
-    Raise ValueError where a field's value is of another type than the record's, or the time, the
-    attempt, or a word such as a cause is missing."""
+    """Return the event of a line's JSON value; None for no object, and for an unknown kind. Raise
+    ValueError for a value of another type, and for a missing time, attempt or cause, say."""
     kind = _BY_NAME.get(str(line.get("event"))) if isinstance(line, dict) else None
     if kind is None:
         return None

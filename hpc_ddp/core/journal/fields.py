@@ -11,7 +11,7 @@ from dataclasses import MISSING, Field
 from functools import cache
 from typing import Any, NamedTuple
 
-from hpc_ddp.core.journal.enums import Action, Cause, StopReason
+from hpc_ddp.core.journal.enums import Action, Bound, Cause, EndKind, StopReason
 
 _LARGEST = 1e15  # a larger number is damage
 # The JSON types of each type of a record; the first one makes the empty value.
@@ -25,7 +25,10 @@ _TYPES: dict[str, tuple[type[Any], ...]] = {
 }
 _PLAIN = {"int": (int,), "float": (float, int)}
 # A missing word has no empty value: the line counts as damaged.
-_WORDS = {"Action": Action, "Cause": Cause, "StopReason": StopReason}
+_WORDS = {
+    **{"Action": Action, "Bound": Bound, "Cause": Cause, "EndKind": EndKind},
+    "StopReason": StopReason,
+}
 
 
 def read_fields(declared: Iterable[Field[Any]], table: Mapping[str, Any]) -> dict[str, Any]:
@@ -48,11 +51,11 @@ def _read_field(declared: Field[Any], entry: Any) -> Any:
     missing.
     """
     kind = _kind_of(str(declared.type))
+    if entry is None and declared.default is not MISSING:
+        return declared.default
     # None is none of the words, and refused by `checked`.
     if entry is not None or kind.name in _WORDS:
         return checked(entry, kind.name)
-    if declared.default is not MISSING:
-        return declared.default
     return None if kind.is_optional else _TYPES[kind.outer][0]()
 
 

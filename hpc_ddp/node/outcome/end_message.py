@@ -11,7 +11,8 @@ from hpc_ddp.core.errors import CAN_GO_ON, UsageError
 from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.journal.enums import Action, Cause
 from hpc_ddp.core.run_folder import RunFolder
-from hpc_ddp.node.outcome.verdict import AttemptFacts, Verdict
+from hpc_ddp.node.outcome.attempt_facts import AttemptFacts
+from hpc_ddp.node.outcome.verdict import Verdict
 
 GIVEN_UP = "given up"
 

@@ -19,8 +19,8 @@ from hpc_ddp.core.errors import HpcDdpError, UsageError
 from hpc_ddp.core.file_io import patiently, read_seconds
 from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.process import children_by_parent, proc_text
+from hpc_ddp.node.outcome.attempt_facts import silent_nodes
 from hpc_ddp.node.outcome.requeue import ask_about_job
-from hpc_ddp.node.outcome.silent_ends import silent_nodes
 
 POLL_S = 10.0
 ENDED_S = 60.0  # how long srun may take once all nodes have recorded their end

@@ -34,16 +34,11 @@ from hpc_ddp.core.journal.journal import last_event
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node.child_process import NO_GROUP
 from hpc_ddp.node.outcome import oom
+from hpc_ddp.node.outcome.attempt_facts import AttemptFacts, keep_few, silent_nodes
+from hpc_ddp.node.outcome.bounds import over_budget, over_requeues, too_many_silent
 from hpc_ddp.node.outcome.end_message import GIVEN_UP, notify
 from hpc_ddp.node.outcome.first_failure import Failure
-from hpc_ddp.node.outcome.silent_ends import keep_few, silent_nodes, too_many_silent
-from hpc_ddp.node.outcome.verdict import (
-    AttemptFacts,
-    Verdict,
-    decide,
-    over_budget,
-    over_requeues,
-)
+from hpc_ddp.node.outcome.verdict import Verdict, decide
 from hpc_ddp.slurm_text import Job
 
 # Texts of errors for want of room on a disk: errno ENOSPC and EDQUOT.
@@ -278,6 +273,9 @@ def _record_verdict(
         list(facts.bad_nodes),
         sequel,
         **fields_of_failure,
+        kind=verdict.kind,
+        bound=verdict.refusal.bound if verdict.refusal else None,
+        why_not=verdict.refusal.text if verdict.refusal else None,
     )
     run.journal("batch", attempt.number).write_surely(event)
     _announce_verdict(attempt, failure, verdict, sequel)

@@ -21,10 +21,11 @@ from hpc_ddp.core.job.job_ref import JobRef
 from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.journal.enums import Action, Cause
 from hpc_ddp.core.run_folder import RunFolder
+from hpc_ddp.node.outcome.attempt_facts import AttemptFacts
 from hpc_ddp.node.outcome.chain import own_id, queue_next_link
 from hpc_ddp.node.outcome.excluded_nodes import keep_off
 from hpc_ddp.node.outcome.first_job import RESTARTS
-from hpc_ddp.node.outcome.verdict import AttemptFacts, Verdict
+from hpc_ddp.node.outcome.verdict import Verdict
 from hpc_ddp.slurm_text import HAS_NO_NODES, OVER, Job
 
 PAUSE_S = 5.0

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from hpc_ddp.core.accelerators import CPU_ONLY, NO_GPU
 from hpc_ddp.core.errors import EARLY_EXIT, ERROR_LINE, HIDDEN_EXIT
-from hpc_ddp.core.journal.enums import Action, Cause
+from hpc_ddp.core.journal.enums import Action, Bound, Cause, EndKind
 from hpc_ddp.core.journal.events import FabricChosen, FirstStep, Stopped, Submitted, VerdictGiven
 from hpc_ddp.core.journal.journal import last_event
 from hpc_ddp.report.explain.explanation import (
@@ -79,8 +79,7 @@ def explain_end(facts: RunFacts) -> Explanation:
         return replace(end, text=text, hint=facts.again)
     has_reason = end.kind in _EXPLAINED_KINDS or _has_fault_on_all_nodes(verdict)
     if verdict and verdict.action == Action.GIVE_UP and not has_reason:
-        why = verdict.why.rpartition("; ")[2]  # see `_end_in_reason`
-        end = replace(end, text=f"{end.text} It was given up: {why}.")
+        end = replace(end, text=f"{end.text} It was given up: {verdict.why_not or verdict.why}.")
     return end
 
 
@@ -95,7 +94,7 @@ def _has_fault_on_all_nodes(verdict: VerdictGiven | None) -> bool:
     its cause is then ``failed``, and not that of a bad node. False for None."""
     if verdict is None:
         return False
-    return verdict.cause == Cause.FAILED and verdict.why.startswith("preflight: ")
+    return verdict.cause == Cause.FAILED and verdict.kind == EndKind.PREFLIGHT
 
 
 def explain_attempt(facts: RunFacts) -> Explanation:
@@ -114,22 +113,20 @@ def explain_attempt(facts: RunFacts) -> Explanation:
 
 
 def _explain_verdict(facts: RunFacts, verdict: VerdictGiven) -> Explanation:
-    """Explain the end of an attempt by its verdict: by words in the verdict's reason, else by its
+    """Explain the end of an attempt by its verdict: by the bound, the kind of the end, or the
     cause."""
-    if "without a newer checkpoint" in verdict.why:
+    if verdict.bound == Bound.NO_PROGRESS:
         return _explain_no_progress(facts, verdict)
     if verdict.cause == Cause.BAD_NODE or _has_fault_on_all_nodes(verdict):
         return _explain_unfit_nodes(facts, verdict)
     if verdict.cause == Cause.BUDGET:
         text = f"was not started again: {verdict.why}."
         return Explanation("budget spent", text, f"{facts.again} --budget-gpu-hours HOURS")
-    # A script that ended without run.finish(). Each other failure names its node, except a fault of
-    # all nodes, for which see above.
-    if HIDDEN_EXIT in verdict.why and verdict.node is None:
+    if verdict.kind == EndKind.HIDDEN_EXIT and verdict.node is None:
         hint = "what ended it may stand in its log; in a shell, set -o pipefail, or exec before the"
         hint += f" program; then {facts.again}"
         return Explanation("exit code", f"ended{step_phrase(facts)} with {HIDDEN_EXIT}.", hint)
-    if verdict.cause == Cause.FAILED and verdict.node is None:
+    if verdict.kind == EndKind.EARLY_EXIT:
         text = f"left its training loop, but {EARLY_EXIT}."
         hint = f"call run.finish() at its end; then {facts.with_new_code}"
         return Explanation("unfinished", text, hint)
@@ -156,14 +153,12 @@ def _explain_unfit_nodes(facts: RunFacts, verdict: VerdictGiven) -> Explanation:
     """Explain an attempt that its preflight has ended: by the bad nodes, or by a fault that all
     nodes have. If this fault is a known failure, the explanation has that failure's kind and hint.
     """
-    why = verdict.why.removeprefix("preflight: ")
+    why = _end_in_reason(verdict).removeprefix("preflight: ")
     kind, hint = "bad node", facts.again
     if _has_fault_on_all_nodes(verdict):
         diagnosis = recognise_failure(why.removesuffix(" (the same on all nodes)"))
         if diagnosis:
             kind, hint = diagnosis.kind, fill_hint(facts, diagnosis.hint, diagnosis.groups)
-    else:
-        why = _end_in_reason(verdict).removeprefix("preflight: ")
     return Explanation(kind, f"began no training, since its preflight failed: {why}.", hint)
 
 
@@ -177,7 +172,7 @@ def _explain_time_limit(facts: RunFacts) -> Explanation:
     text = f"ran into its time limit{f' of {limit}' if limit else ''}{step_phrase(facts)}."
     if _was_killed_after_notice(facts):
         text += " It did not end by itself, and was killed."
-    if facts.verdict and "its progress can't be seen" in facts.verdict.why:
+    if facts.verdict and facts.verdict.bound == Bound.UNSEEN_PROGRESS:
         text += " It reports no step, so that its progress can't be seen."
         by_itself = f"{facts.again} --max-requeues 100, if it goes on by itself"
         return Explanation("time limit", text, f"{by_itself}; else save: {_HOW_TO_SAVE}")
@@ -186,15 +181,12 @@ def _explain_time_limit(facts: RunFacts) -> Explanation:
 
 def _was_killed_after_notice(facts: RunFacts) -> bool:
     """Return whether the newest attempt's script did not end after a notice, and was killed."""
-    return facts.verdict is not None and "and was killed)" in facts.verdict.why
+    return facts.verdict is not None and facts.verdict.kind == EndKind.KILLED
 
 
 def _end_in_reason(verdict: VerdictGiven) -> str:
-    """Return the part of a verdict's reason on how the attempt ended. The reason of a run that was
-    given up has a last part, behind a ``;``, on why it was: this is left out."""
-    if verdict.action != Action.GIVE_UP or "; " not in verdict.why:
-        return verdict.why
-    return verdict.why.rpartition("; ")[0]
+    """Return the part of a verdict's reason on how the attempt ended."""
+    return verdict.why.removesuffix(f"; {verdict.why_not}")
 
 
 def _explain_no_progress(facts: RunFacts, verdict: VerdictGiven) -> Explanation:
@@ -205,9 +197,8 @@ def _explain_no_progress(facts: RunFacts, verdict: VerdictGiven) -> Explanation:
         last = _explain_unfit_nodes(facts, verdict)
     else:
         last = _explain_cause(facts, verdict.cause)
-    # The last part of the reason counts the attempts that "ended so": so as the part before. Here
-    # that part comes behind it.
-    count = verdict.why.rpartition("; ")[2].replace(" ended so,", " have ended")
+    # The text counts the attempts that "ended so": so as the part before it, which comes later.
+    count = (verdict.why_not or "").replace(" ended so,", " have ended")
     hint = last.hint
     if verdict.cause == Cause.TIME_LIMIT:
         hint = f"save more often, start(save_every=…), or more --time; then {facts.with_new_code}"

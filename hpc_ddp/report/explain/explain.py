@@ -18,7 +18,7 @@ from pathlib import Path
 from hpc_ddp.core.console.units import duration, plural
 from hpc_ddp.core.job.task_folder import trial_text
 from hpc_ddp.core.journal import goodput
-from hpc_ddp.core.journal.enums import Action, Cause
+from hpc_ddp.core.journal.enums import Action, Cause, EndKind
 from hpc_ddp.core.journal.events import (
     CheckpointSaved,
     Finished,
@@ -385,8 +385,8 @@ def _loss_sentence(facts: RunFacts, explanation: Explanation) -> str:
     if explanation.lost_steps is None:
         if facts.newest is None or facts.has_progress or explanation.kind not in _NO_FAULT:
             return ""
-        is_maybe_done = facts.verdict is not None and "may have finished" in facts.verdict.why
-        begin = "it may have finished" if is_maybe_done else "it starts over"
+        is_maybe_finished = facts.verdict and facts.verdict.kind == EndKind.MAYBE_FINISHED
+        begin = "it may have finished" if is_maybe_finished else "it starts over"
         return f"Its progress is unknown: {begin}, or goes on from its own checkpoints."
     if not explanation.lost_steps:
         return f"Nothing is lost: step {explanation.step} is saved." if explanation.step else ""

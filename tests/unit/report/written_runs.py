@@ -104,7 +104,9 @@ class Written:
         node.record.write_text(json.dumps({"node": "n2", "code": 1, "failures": failures}))
         (node.agent_log if rank is None else node.rank_log(rank)).write_text(log)
         why = f"rank {rank} on n2: {error}; it came before the first step"
-        return self.verdict("failed", "give up", number, why, rank=rank, node="n2", error=error)
+        more: dict[str, Any] = {"rank": rank, "node": "n2", "error": error, "bound": "other"}
+        more["why_not"] = "it came before the first step"
+        return self.verdict("failed", "give up", number, why, **more)
 
     def verdict(
         self, cause: str, action: str, attempt: int = 0, why: str = "", **more: Any

@@ -7,7 +7,8 @@ from typing import Any
 
 from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.journal.events import JournalEvent
-from hpc_ddp.node.outcome.verdict import AttemptFacts, Verdict, decide
+from hpc_ddp.node.outcome.attempt_facts import AttemptFacts
+from hpc_ddp.node.outcome.verdict import Verdict, decide
 from hpc_ddp.slurm_text import Job
 from tests.raw_events import typed
 

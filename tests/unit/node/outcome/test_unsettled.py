@@ -15,10 +15,11 @@ from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.journal.enums import Action, Cause
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node.outcome import requeue
+from hpc_ddp.node.outcome.attempt_facts import AttemptFacts
 from hpc_ddp.node.outcome.chain import admit_job, is_link
 from hpc_ddp.node.outcome.gather_facts import since_submit
 from hpc_ddp.node.outcome.requeue import await_settled_job
-from hpc_ddp.node.outcome.verdict import AttemptFacts, decide
+from hpc_ddp.node.outcome.verdict import decide
 from hpc_ddp.slurm_text import Job
 from tests.raw_events import typed
 from unit.fakes import Slurm, stop_clock

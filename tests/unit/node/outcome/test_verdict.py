@@ -10,10 +10,10 @@ import pytest
 
 from hpc_ddp.core.errors import EARLY_EXIT, HIDDEN_EXIT
 from hpc_ddp.core.job.options import JobSpec
-from hpc_ddp.core.journal.enums import Action, Cause
+from hpc_ddp.core.journal.enums import Action, Bound, Cause, EndKind
 from hpc_ddp.core.journal.events import JournalEvent
-from hpc_ddp.node.outcome.silent_ends import too_many_silent
-from hpc_ddp.node.outcome.verdict import EARLY_S, Verdict, decide
+from hpc_ddp.node.outcome.bounds import EARLY_S, too_many_silent
+from hpc_ddp.node.outcome.verdict import Verdict, decide
 from hpc_ddp.slurm_text import Job
 from tests.raw_events import changed
 from unit.node.outcome.fakes import (
@@ -63,7 +63,9 @@ def test_an_end_that_is_saved_once_more_is_no_progress() -> None:
         lost = {"cause": cause, "action": action, "progress": attempt == 0, "step": 10}
         events.append(event_of("verdict", attempt, **lost))
     assert attempt == 4
-    assert "4 attempts in a row ended so, without a newer checkpoint" in verdict.why
+    text = "4 attempts in a row ended so, without a newer checkpoint"
+    assert verdict.refusal == (text, Bound.NO_PROGRESS)
+    assert verdict.why.endswith(f"; {text}")
 
 
 def test_a_loop_without_a_finish_is_not_finished() -> None:
@@ -84,7 +86,7 @@ def test_a_code_that_is_hidden_finishes_no_training(had_begun: bool) -> None:
     events = [*before, event_of("verdict", 0, **lost)]
     verdict = decide_by(events=events, attempt=1, had_begun=had_begun)
     assert (verdict.cause, verdict.action) == ("failed", "requeue")
-    assert verdict.why == HIDDEN_EXIT
+    assert (verdict.why, verdict.kind) == (HIDDEN_EXIT, EndKind.HIDDEN_EXIT)
     error = "OSError: Stale file handle"
     failed = event_of("failed", 1, rank=1, node="n2", step=None, error=error)
     verdict = decide_by(events=[*stopped, *events, failed], attempt=1, had_begun=had_begun)
@@ -214,6 +216,7 @@ def test_a_plain_script_may_have_finished_after_the_notice(
     assert (verdict.cause, verdict.action) == ("notice", "requeue")
     text = "notice (the script exited with 0 after the notice, so it may have finished)"
     assert (verdict.why == text) == is_maybe_done
+    assert (verdict.kind == EndKind.MAYBE_FINISHED) == is_maybe_done
 
 
 def test_a_script_that_did_not_end_after_the_notice_is_named() -> None:
@@ -224,6 +227,7 @@ def test_a_script_that_did_not_end_after_the_notice_is_named() -> None:
     verdict = decide_by(records=records)
     assert (verdict.cause, verdict.action) == ("notice", "requeue")
     assert verdict.why == "notice, at step 1 (the script did not end by itself, and was killed)"
+    assert verdict.kind == EndKind.KILLED
 
 
 def test_a_cancelled_run_is_cancelled_whatever_failed() -> None:
@@ -428,7 +432,8 @@ def test_a_signal_to_each_attempt_is_bounded() -> None:
     assert decide_by(attempt=8, events=before[:8], **noticed).action == "requeue"
     last = decide_by(attempt=9, events=before, **noticed)
     assert (last.cause, last.action) == ("notice", "give up")
-    assert "10 attempts in a row have ended without a newer checkpoint" in last.why
+    text = "10 attempts in a row have ended without a newer checkpoint"
+    assert last.refusal == (text, Bound.NO_PROGRESS)
     saved = [*before[:5], changed(before[5], progress=True), *before[6:]]
     assert decide_by(attempt=9, events=saved, **noticed).action == "requeue"
     mixed = [changed(v, cause="node lost") if v.attempt % 2 else v for v in before]
@@ -531,6 +536,8 @@ def test_a_script_that_hangs_before_its_first_step_is_given_up_at_its_second_tim
         "time limit; two attempts in a row have ended without a newer checkpoint, and without a"
         " step (--max-requeues allows more)",
     )
+    assert verdict.refusal
+    assert verdict.refusal.bound == Bound.NO_PROGRESS
     more = JobSpec("t.py", max_requeues=20)  # the script may have a loop of its own
     events = [begun[0], first, begun[1]]
     assert decide_by(job=job, attempt=1, events=events, spec=more).action == "requeue"
@@ -646,9 +653,10 @@ def test_a_failed_preflight_keeps_off_its_bad_nodes() -> None:
     assert facts.bad_nodes == ["n1", "n2"]
     verdict = decide(facts)
     assert (verdict.cause, verdict.action) == ("bad node", "requeue")
-    assert verdict.why == "preflight: n2: no space"
+    assert (verdict.why, verdict.kind) == ("preflight: n2: no space", EndKind.PREFLIGHT)
     hopeless = decide_by(records=(), events=[changed(event, bad_nodes=[], hopeless=True)])
     assert (hopeless.cause, hopeless.action, hopeless.exit_code) == ("failed", "give up", 1)
+    assert hopeless.kind == EndKind.PREFLIGHT
     before = [event_of("verdict", k, cause="bad node", action="requeue") for k in range(3)]
     again = [*before, changed(event, attempt=3)]
     assert decide_by(records=(), events=again, attempt=3).action == "give up"

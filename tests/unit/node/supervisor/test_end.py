@@ -10,7 +10,6 @@ import pytest
 from hpc_ddp.core.file_io import read_json
 from hpc_ddp.core.job.attempt_folder import AttemptFolder
 from hpc_ddp.node import supervisor
-from hpc_ddp.node.outcome import head_failover
 from hpc_ddp.node.outcome import oom as oom_module
 from unit.fakes import Clock
 from unit.node.supervisor.fakes import COMMAND, make_supervisor
@@ -45,7 +44,7 @@ def test_the_end_of_a_supervisor_depends_on_notice_peers_and_leader(
 ) -> None:
     decided: list[bool] = []
     monkeypatch.setattr(
-        head_failover, "take_over_verdict", lambda place, env, reports: decided.append(reports())
+        supervisor, "take_over_verdict", lambda place, env, reports: decided.append(reports())
     )
     words = [*COMMAND[:4], "--nnodes=1:3" if elastic else "--nnodes=3", "train.py", "--a=:"]
     watcher = make_supervisor(attempt, *words, index=index)

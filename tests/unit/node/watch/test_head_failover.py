@@ -14,7 +14,7 @@ from hpc_ddp.core.job.attempt_folder import AttemptFolder
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node import batch
 from hpc_ddp.node.net.place import Place
-from hpc_ddp.node.outcome import head_failover
+from hpc_ddp.node.watch import head_failover
 from unit.fakes import Clock, Slurm, stop_clock
 
 SHOWN = "   JobState={} Reason=None\n   Requeue=1 Restarts={} BatchFlag=1\n   NodeList=n[2-3]\n"

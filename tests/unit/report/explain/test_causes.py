@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.live_jobs import Queue
-from hpc_ddp.node.outcome.verdict import AttemptFacts as VerdictFacts
+from hpc_ddp.node.outcome.attempt_facts import AttemptFacts as VerdictFacts
 from hpc_ddp.node.outcome.verdict import decide
 from hpc_ddp.report.logs.files import LogQuery
 from hpc_ddp.report.logs.view import follow_logs, show_logs
@@ -55,12 +56,14 @@ def test_a_requeue_is_not_denied_while_slurm_is_silent(written: Written) -> None
 
 def test_a_preflight_that_fails_on_all_nodes_is_a_bad_environment(written: Written) -> None:
     why = "preflight: import torch: ModuleNotFoundError: No module named 'torch'"
-    explanation = written.attempt(0).verdict("failed", "give up", why=why).explain()
+    written.attempt(0).verdict("failed", "give up", why=why, kind="preflight")
+    explanation = written.explain()
     assert (explanation.kind, explanation.hint[:8]) == ("bad environment", "--python")
     assert "its preflight failed: import torch" in explanation.text
     assert "given up" not in explanation.text
     why = "preflight: 2 GPUs in place of 4 (by nvidia-smi and device files) (the same on all nodes)"
-    assert written.attempt(1).verdict("failed", "give up", 1, why=why).explain().kind == "bad node"
+    written.attempt(1).verdict("failed", "give up", 1, why=why, kind="preflight")
+    assert written.explain().kind == "bad node"
 
 
 def test_a_failed_preflight_names_the_node(written: Written) -> None:
@@ -142,7 +145,7 @@ def test_an_output_folder_unknown_to_the_node_is_named(written: Written) -> None
 
 
 def test_a_script_without_run_finish_is_unfinished(written: Written) -> None:
-    written.attempt(0, steps=20, saved=12).verdict("failed", "give up", why="the script ended")
+    written.attempt(0, steps=20, saved=12).verdict("failed", "give up", kind="early exit")
     explanation = written.explain()
     assert (explanation.kind, explanation.lost_steps) == ("unfinished", 8)
     assert "run.finish()" in explanation.hint
@@ -158,41 +161,55 @@ def test_no_progress_as_the_verdict_words_it(written: Written) -> None:
         VerdictFacts(JobSpec("t.py"), 1, False, False, None, 0, ["n1"], [], events=events)
     )
     written.attempt(0, steps=20).verdict("time limit", "requeue")
-    written.attempt(1, steps=20).verdict(verdict.cause, verdict.action, 1, why=verdict.why)
+    assert verdict.refusal is not None
+    text, bound = verdict.refusal
+    written.attempt(1, steps=20).verdict(
+        verdict.cause, verdict.action, 1, why=verdict.why, bound=bound, why_not=text
+    )
     explanation = written.explain()
     assert explanation.kind == "no progress"
     assert "The last one ran into its time limit" in explanation.text
     assert "save more often" in explanation.hint
 
 
+MANY = "10 attempts in a row have ended without a newer checkpoint"
+
+
 @pytest.mark.parametrize(
-    ("cause", "why", "words", "hint"),
+    ("cause", "kind", "end", "bound", "words", "hint"),
     [
         (
             "node lost",
-            "no word from n2; 3 attempts in a row ended so, without a newer checkpoint",
+            None,
+            "no word from n2",
+            "3 attempts in a row ended so, without a newer checkpoint",
             "3 attempts in a row have ended without a newer checkpoint."
             " The last one lost a node at step 20 (no word from n2).",
             "hpc-ddp logs",
         ),
         (
             "notice",
-            "notice, at step 20; 10 attempts in a row have ended without a newer checkpoint",
+            None,
+            "notice, at step 20",
+            MANY,
             "10 attempts in a row have ended without a newer checkpoint."
             " The last one was asked to stop at step 20, and did.",
             "save more often",
         ),
         (
             "notice",
-            "notice (the script did not end by itself, and was killed); 10 attempts in a row have"
-            " ended without a newer checkpoint",
+            "killed",
+            "notice (the script did not end by itself, and was killed)",
+            MANY,
             "10 attempts in a row have ended without a newer checkpoint."
             " The last one was asked to stop at step 20, did not, and was killed.",
             "save more often",
         ),
         (
             "bad node",
-            "preflight: n2 is slow; 10 attempts in a row have ended without a newer checkpoint",
+            "preflight",
+            "preflight: n2 is slow",
+            MANY,
             "10 attempts in a row have ended without a newer checkpoint."
             " The last one began no training, since its preflight failed: n2 is slow.",
             "hpc-ddp submit",
@@ -200,9 +217,11 @@ def test_no_progress_as_the_verdict_words_it(written: Written) -> None:
     ],
 )
 def test_no_progress_names_the_cause_of_the_last_attempt(
-    written: Written, cause: str, why: str, words: str, hint: str
+    written: Written, cause: str, kind: str | None, end: str, bound: str, words: str, hint: str
 ) -> None:
-    explanation = written.attempt(0, steps=20).verdict(cause, "give up", why=why).explain()
+    fields: dict[str, Any] = {"kind": kind, "bound": "no progress", "why_not": bound}
+    written.attempt(0, steps=20).verdict(cause, "give up", why=f"{end}; {bound}", **fields)
+    explanation = written.explain()
     assert explanation.kind == "no progress"
     assert f"was given up: {words}" in explanation.text
     assert explanation.text.count("given up") == 1
@@ -278,5 +297,6 @@ def test_a_lost_standalone_run_has_no_logs(tmp_path: Path) -> None:
 
 def test_a_script_that_was_killed_at_its_time_limit_is_named(written: Written) -> None:
     why = "time limit (the script did not end by itself, and was killed)"
-    explanation = written.attempt(0).verdict("time limit", "requeue", why=why).explain()
+    written.attempt(0).verdict("time limit", "requeue", why=why, kind="killed")
+    explanation = written.explain()
     assert "ran into its time limit. It did not end by itself, and was killed." in explanation.text

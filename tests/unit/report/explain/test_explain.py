@@ -110,19 +110,16 @@ def test_a_process_of_this_machine_is_seen_to_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("why", "progress"),
+    ("kind", "progress"),
     [
-        ("notice", "it starts over, or goes on from its own checkpoints."),
-        (
-            "notice (the script exited with 0 after the notice, so it may have finished)",
-            "it may have finished, or goes on from its own checkpoints.",
-        ),
+        (None, "it starts over, or goes on from its own checkpoints."),
+        ("maybe finished", "it may have finished, or goes on from its own checkpoints."),
     ],
 )
 def test_the_progress_of_a_plain_script_is_unknown(
-    written: Written, why: str, progress: str
+    written: Written, kind: str | None, progress: str
 ) -> None:
-    explanation = written.attempt(0).verdict("notice", "requeue", why=why).explain()
+    explanation = written.attempt(0).verdict("notice", "requeue", kind=kind).explain()
     assert f"Its progress is unknown: {progress}" in explanation.text
 
 

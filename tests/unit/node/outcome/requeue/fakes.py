@@ -8,7 +8,8 @@ from typing import Any
 from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.journal.enums import Action, Cause
 from hpc_ddp.core.run_folder import RunFolder
-from hpc_ddp.node.outcome.verdict import AttemptFacts, Verdict
+from hpc_ddp.node.outcome.attempt_facts import AttemptFacts
+from hpc_ddp.node.outcome.verdict import Verdict
 from tests.raw_events import raw
 from unit.fakes import Slurm
 

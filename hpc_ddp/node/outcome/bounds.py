@@ -1,0 +1,222 @@
+"""The bounds by which a run is given up, in place of a further attempt. Pure: no Slurm, no disk.
+
+``max_requeues`` 0 permits no requeue at all. More than three times ``max_failures`` attempts in a
+row without a newer checkpoint end a run, whatever their causes; preemptions do not count.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import takewhile
+from typing import NamedTuple
+
+from hpc_ddp.core.job.options import JobSpec
+from hpc_ddp.core.journal.enums import Bound, Cause
+from hpc_ddp.core.journal.events import (
+    FirstStep,
+    JournalEvent,
+    NoticeGiven,
+    Started,
+    VerdictGiven,
+    WorkerStarted,
+)
+from hpc_ddp.core.journal.journal import attempts_with_progress, last_event
+from hpc_ddp.node.outcome.attempt_facts import AttemptFacts
+
+NOT_SEEN = "the script saves by itself, if at all, so that its progress can't be seen"
+EARLY_S = 600.0  # after its start a plain script's errors may be those of a node, or of a disk
+
+
+class Refusal(NamedTuple):
+    """The bound that permits no further attempt, and the reason in words."""
+
+    text: str
+    bound: Bound = Bound.OTHER
+
+
+def find_refusal(facts: AttemptFacts, cause: Cause) -> Refusal | None:
+    """Return the bound by which no attempt may follow this one, which ended with `cause`; None
+    where one may. The bounds on the whole run come first, then those on attempts in a row. Raise
+    KeyError or TypeError for a damaged record."""
+    spec = facts.spec
+    if over_text := over_budget(spec, facts.gpu_hours) or over_requeues(facts, cause):
+        return Refusal(over_text)
+    if cause == Cause.FAILED:
+        return _refuse_retry(facts)
+    if cause == Cause.BAD_NODE:
+        row = list(takewhile(lambda v: v.cause == cause, reversed(facts.verdicts)))
+        if len(row) >= spec.max_failures:
+            return Refusal(f"the preflights of {len(row) + 1} attempts in a row have failed")
+    if cause == Cause.NODE_LOST and facts.step is None:
+        # Maybe no node was lost, and nothing can start here: a wrong --python, a full disk.
+        row = list(takewhile(never_began, reversed(facts.verdicts)))
+        if len(row) >= spec.max_failures and not facts.lost_nodes:
+            return Refusal(f"nothing was heard of the workers in {len(row) + 1} attempts")
+    count = _count_without_progress(facts, cause)
+    if count > most_in_a_row(spec):
+        return _no_progress(f"{count} attempts in a row have ended without a newer checkpoint")
+    if cause == Cause.NODE_LOST and facts.is_ours and not (facts.progress or facts.lost_nodes):
+        row = list(takewhile(ended_silently, reversed(facts.verdicts)))
+        if len(row) >= spec.max_failures:  # killed for want of memory, say, each time
+            return _no_progress(
+                f"{len(row) + 1} attempts in a row ended so, without a newer checkpoint"
+            )
+    return _refuse_more_time(facts) if cause == Cause.TIME_LIMIT else None
+
+
+def _no_progress(text: str) -> Refusal:
+    """Return the refusal of a run without progress."""
+    return Refusal(text, Bound.NO_PROGRESS)
+
+
+def _refuse_more_time(facts: AttemptFacts) -> Refusal | None:
+    """Return the bound by which no attempt may follow one that ended at its time limit; None where
+    one may. A script without hpc_ddp.training may save by itself: with ``max_requeues`` it has no
+    other bound."""
+    spec = facts.spec
+    if facts.is_ours:
+        return _refuse_second_without_progress(facts)
+    if spec.max_requeues is not None:
+        return None
+    if facts.find_event(WorkerStarted) and (refusal := _refuse_second_without_progress(facts)):
+        return _no_progress(f"{refusal.text}, and without a step (--max-requeues allows more)")
+    count = 1 + sum(v.cause == Cause.TIME_LIMIT for v in facts.verdicts)
+    if count > most_in_a_row(spec) * spec.parts_of_time:
+        text = f"{NOT_SEEN}; {count} attempts have ended so (--max-requeues allows more)"
+        return Refusal(text, Bound.UNSEEN_PROGRESS)
+    return None
+
+
+def over_requeues(facts: AttemptFacts, cause: Cause) -> str | None:
+    """Return the reason why a bound permits no requeue after an end with `cause`; None where none
+    does. The operators' bound counts all requeues, ``max_requeues`` those after other causes than
+    `FAILED`; ``max_requeues`` 0 permits none at all."""
+    most, count = facts.spec.max_requeues, len(facts.verdicts)
+    if most == 0:
+        return "it must not be started twice (--max-requeues 0)"
+    if count >= facts.most_requeues:
+        return f"it was requeued {count} times, which this cluster limits (max-requeues)"
+    requeues = sum(verdict.cause != Cause.FAILED for verdict in facts.verdicts)
+    if cause != Cause.FAILED and most is not None and requeues >= most:
+        return f"it was requeued {requeues} times already (--max-requeues)"
+    return None
+
+
+def _count_without_progress(facts: AttemptFacts, cause: Cause) -> int:
+    """Return the number of attempts in a row, up to this one, that brought no newer checkpoint; 0
+    where this one, which ended with `cause`, has saved or is excused: a job may crash its nodes.
+
+    Preemptions, Slurm's own requeues, and time limits of a script without hpc_ddp.training are
+    excused: they do not count. They also end the row of such a script, which may have saved.
+    """
+    excused = {Cause.PREEMPTED, Cause.SUPERSEDED, *(() if facts.is_ours else (Cause.TIME_LIMIT,))}
+    if cause in excused or facts.progress:
+        return 0
+    row_ends = () if facts.is_ours else excused
+    row = takewhile(lambda v: not v.progress and v.cause not in row_ends, reversed(facts.verdicts))
+    return 1 + sum(verdict.cause not in excused for verdict in row)
+
+
+def over_budget(spec: JobSpec, gpu_hours: float) -> str | None:
+    """Return the text that a run has used up the budget of its `spec` with `gpu_hours`; None where
+    it has not, or has no budget."""
+    budget = spec.budget_gpu_hours
+    if budget is None or gpu_hours < budget:
+        return None
+    return f"{gpu_hours:.3g} of {budget:g} GPU hours are spent (--budget-gpu-hours)"
+
+
+def _refuse_retry(facts: AttemptFacts) -> Refusal | None:
+    """Return the bound by which no attempt may follow this one, which has failed; None where one
+    may.
+
+    None may follow an error of the script that would come again, as many failures as
+    ``max_failures`` permits, or two attempts in a row without a newer checkpoint."""
+    failure = facts.failure
+    is_broken = bool(facts.broken_nodes)  # the next attempt is kept off the broken node
+    is_of_script = failure and failure.kind in ("exception", "exit", "left") and not is_broken
+    if is_of_script and not last_event(facts.events, FirstStep):
+        if not facts.is_plain:
+            return Refusal("it came before the first step, and would come again")
+        started = facts.find_event(Started)  # steps of a plain script are not known
+        if failure and not (started and failure.time > started.time + EARLY_S):
+            minutes = f"{EARLY_S / 60:.0f} minutes"
+            return Refusal(f"it came in the first {minutes}, and would come again")
+    if failure and failure.is_of_usage and facts.find_event(FirstStep):  # else it may be the node's
+        return Refusal("it is an error of the script, and would come again")
+    last = facts.verdicts[-1] if facts.verdicts else None
+    # A hang is no error of the step: a disk or the network may have stood still.
+    error = failure.error if failure and failure.kind not in ("hang", "disk") else ""
+    is_same = last and error and (last.error, last.step) == (error, facts.step)
+    if is_same and not (facts.is_plain or is_broken):
+        return Refusal("the same error came at the same step in the attempt before")
+    retries = sum(v.cause == Cause.FAILED for v in facts.verdicts)
+    if retries >= facts.spec.max_failures:
+        were = "retry was" if retries == 1 else "retries were"
+        return Refusal(f"{retries} {were} made already (--max-failures)")
+    # With the disk away no checkpoint could be read or written: that shows no lack of progress.
+    is_of_disk = failure is not None and failure.kind == "disk"
+    return _refuse_second_without_progress(facts) if facts.is_ours and not is_of_disk else None
+
+
+def _refuse_second_without_progress(facts: AttemptFacts) -> Refusal | None:
+    """Return the reason to give up where the last earlier attempt with a verdict had failed, or run
+    into its time limit, and saved nothing, and nothing was saved since; None otherwise."""
+    last = facts.verdicts[-1] if facts.verdicts else None
+    if last is None or last.cause not in (Cause.FAILED, Cause.TIME_LIMIT) or last.progress:
+        return None
+    # Attempts since then that ended without a verdict, on a lost node say, may have come far.
+    is_saved = any(number > last.attempt for number in attempts_with_progress(facts.events))
+    if is_saved:
+        return None
+    return _no_progress("two attempts in a row have ended without a newer checkpoint")
+
+
+def too_many_silent(
+    spec: JobSpec, most_requeues: float, events: Sequence[JournalEvent], numbers: Sequence[int]
+) -> str | None:
+    """Return the reason why no attempt may follow the last one; None where one may, and where
+    `numbers` is empty.
+
+    No attempt may follow where the last one ended without a verdict and the run has had more starts
+    than a bound on requeues permits, or where too many attempts in a row ended without a verdict,
+    a checkpoint and a notice. A verdict ``superseded`` counts as none, unless its attempt has
+    saved: Slurm has started the job again by itself, as after each node that goes down.
+
+    `events`, and the attempts' `numbers` (ascending), are those since the run's last submit;
+    `most_requeues` is the operators' limit, inf without one. Starts after failures count for that
+    limit, but not for the job's own ``max_requeues``.
+    """
+    verdicts = [event for event in events if isinstance(event, VerdictGiven)]
+    with_verdict = {v.attempt for v in verdicts if v.cause != Cause.SUPERSEDED}
+    failures = sum(verdict.cause == Cause.FAILED for verdict in verdicts)
+    most = math.inf if spec.max_requeues is None else spec.max_requeues
+    for starts, bound in ((len(numbers) - failures, most), (len(numbers), most_requeues)):
+        if numbers and numbers[-1] not in with_verdict and starts > bound:
+            times = f"{starts} times (max-requeues is {bound})"
+            return f"it was started {times}, and Slurm has started it again"
+    with_progress = {verdict.attempt for verdict in verdicts if verdict.progress}
+    with_progress |= attempts_with_progress(events)
+    row = takewhile(lambda n: n not in with_verdict | with_progress, reversed(numbers))
+    # Slurm ends a preempted job that takes too long, and with it the batch shell: no crash of ours.
+    with_notice = {event.attempt for event in events if isinstance(event, NoticeGiven)}
+    if (crashes := sum(number not in with_notice for number in row)) > most_in_a_row(spec):
+        return f"{crashes} attempts in a row ended without a verdict, and without a checkpoint"
+    return None
+
+
+def most_in_a_row(spec: JobSpec) -> int:
+    """Return how many attempts in a row may end without a newer checkpoint."""
+    return 3 * max(1, spec.max_failures)
+
+
+def never_began(verdict: VerdictGiven) -> bool:
+    """Tell whether a verdict is `NODE_LOST` before the first step, and blames no node."""
+    return verdict.cause == Cause.NODE_LOST and verdict.step is None and not verdict.bad_nodes
+
+
+def ended_silently(verdict: VerdictGiven) -> bool:
+    """Tell whether a verdict is `NODE_LOST` after a step, without progress, and blames no node."""
+    is_excused = verdict.progress or verdict.bad_nodes or verdict.step is None
+    return verdict.cause == Cause.NODE_LOST and not is_excused
