@@ -28,8 +28,13 @@ URL_WITH_PASSWORD = r"(://[^/\s:@]*:)[^/\s@]+(?=@)"  # https://user:password@hos
 URL_WITH_PASSWORD_OF_BASH = "://[^/[:space:]:@]*:[^/[:space:]@]+@"
 
 LONGEST_ARRAY = 100_000  # characters of a variable; Linux starts no process beside one of 128 KiB
-# The variables by which torchrun makes a process a rank of a world, as a regular expression.
-OF_A_RANK = r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_\w+"
+# The variables by which torchrun makes a process a rank of a world, as a regular expression. Other
+# names with TORCHELASTIC_ are settings of a user's, which torchrun reads.
+OF_A_RANK = (
+    r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)"
+    r"|TORCHELASTIC_(RUN_ID|RESTART_COUNT|MAX_RESTARTS|USE_AGENT_STORE|ERROR_FILE"
+    r"|SIGNALS_TO_HANDLE)"
+)
 # As `worker.task_variables` sets them, also below torchrun.
 _OF_A_TASK = (
     r"SLURM_(PROCID|LOCALID|NODEID|NTASKS|NPROCS|NTASKS_PER_NODE|TASKS_PER_NODE"

@@ -65,7 +65,7 @@ ALWAYS = ("torch.distributed", "torch._dynamo", "torch.utils.data", "torch.nn.pa
 # Variables that torchrun and `worker.prepare_worker` set for a worker; no import depends on them.
 OF_A_WORKER = re.compile(
     rf"({OF_A_RANK}|TORCH_DISABLE_SHARE_RDZV_TCP_STORE)$|SLURM_|HPC_DDP_|(TORCH_)?NCCL_"
-    rf"|{'|'.join(OF_AN_MPI_TASK)}"
+    rf"|TORCHELASTIC_|{'|'.join(OF_AN_MPI_TASK)}"
 )
 # A worker that torchrun starts has the default handler of these, which torchrun handles, even where
 # this process ignores them: below nohup, or in the background of a shell.

@@ -544,6 +544,10 @@ def of_text(*lines: str) -> Conversion:
           "env": None, "setup": ["export WHO=/x/$MY_API_KEY"]}),
         (("source env.sh", "export MY_PASSWORD=${MY_PASSWORD:-drowssap}", "srun python a.py"),
          {"env-names": ["MY_PASSWORD"], "setup": ["source env.sh"]}),
+        # Of torchrun's variables those are a user's that no worker has from it.
+        (("export TORCHELASTIC_ENABLE_FILE_TIMER=1", "export TORCHELASTIC_RUN_ID=a", TRAIN),
+         {"env": {"TORCHELASTIC_ENABLE_FILE_TIMER": "1"}}),
+        ((f"TORCHELASTIC_TIMEOUT=120 {TRAIN}",), {"env": {"TORCHELASTIC_TIMEOUT": "120"}}),
         # No arguments are none, and a check of each node is no training.
         ((f"{TRAIN} \"$@\" -a",), {"args": ["-a"]}),
         (('C="python a.py $@ -a"', 'srun bash -c "$C"'), {"args": ["-a"]}),
@@ -604,8 +608,8 @@ def test_gpus_of_a_script_without_a_number_of_nodes(options: str) -> None:
         (("P=$(date)", "echo $P", TRAIN), 4, OURS, "a variable that is left out"),
         (('F=""', "f() { F=x; }", "f", 'if [ -n "$F" ]; then echo; fi', TRAIN), 6, TAKEN, "setup"),
         (
-            ("P=$(date)", 'srun sh -c "', "export TORCHELASTIC_X=1", 'python train.py --p $(id)"'),
-            *(5, OURS, "workers have hpc-ddp's TORCHELASTIC_X"),
+            ("P=$(date)", 'srun sh -c "', "export MASTER_PORT=1", 'python train.py --p $(id)"'),
+            *(5, OURS, "workers have hpc-ddp's MASTER_PORT"),
         ),
         (
             ("srun sh -c 'cp a b; apptainer exec a.sif python a.py'",),

@@ -142,10 +142,12 @@ def test_no_variable_of_ours_overrides_the_users_without_a_word(
     # What torchrun's agent sets for a worker: torch.distributed.elastic.agent.server.
     names |= {"ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"}
     names |= {"TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_RUN_ID"}
+    names |= {"TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_SIGNALS_TO_HANDLE"}
     for name in names - {"MPI_LOCAL"}:
         for values in ({"env": {name: "1"}}, {"env_names": (name,)}):
             with pytest.raises(UsageError, match=f"{name} of env has no effect"):
                 _rendering(**values)
+    _rendering(env={"TORCHELASTIC_ENABLE_FILE_TIMER": "1"})  # a setting of torchrun's
     setting = {"PMI_MMAP_SYNC_WAIT_TIME": "600", "SLURM_MPI_TYPE": "pmix"}
     _rendering(env=setting, launcher="srun", nproc_per_node=2)  # of an MPI, whose task a worker is
     of_users = {name: variable.example for name, variable in OF_USERS.items()}
