@@ -35,7 +35,7 @@ _ACCELERATE_USES = {
 }
 
 _ACCELERATE_FLAGS = re.compile(
-    "multi-gpu|cpu|tpu|use-(deepspeed|fsdp|megatron-lm|xpu|mps-device)|same-network|module|m"
+    "multi-gpu|cpu|fp16|tpu|use-(deepspeed|fsdp|megatron-lm|xpu|mps-device)|same-network|module|m"
     "|no-python|debug|quiet"
 )
 
@@ -50,6 +50,9 @@ _NOT_OF_ALL = (
     r"|compute_environment|main_training_function|debug|tpu_\w+|use_cpu|downcast_bf16|dynamo_\w+"
     r"|enable_cpu_affinity|distributed_type|deepspeed_multinode_\w+|\w*hostfile"
 )
+
+# Values of its keys that ask for nothing.
+_NOTHING: tuple[Any, ...] = (None, False, {}, [], "no")
 
 # What the launcher passes on beside `use_fsdp` where neither an option nor the configuration says
 # otherwise, and the program would take another value for: accelerate.commands.launch, 1.15.
@@ -74,6 +77,7 @@ def read_accelerate(words: list[Word], launch: Launch, scope: Scope) -> list[Wor
     launch.take_program(launch.take_options(words[1:], ACCELERATE, scope))
     for name, (operand, line) in launch.options.items():
         text = operand.text if operand else "true"
+        name, text = ("mixed-precision", name) if name == "fp16" else (name, text)  # before 1.0
         if variable := find_variable(name, text):
             constant = literal(variable[1], line)
             launch.env[variable[0]] = operand if operand and operand.code else constant
@@ -102,6 +106,8 @@ def take_yaml(launch: Launch, word: Word, writer: ArgumentWriter, cwd: Path) -> 
         text = f"not taken over: {text}; its FSDP or DeepSpeed settings would be missing"
         result.note(line, text)
         return
+    if read.pop("fp16", False):  # an older form: accelerate.commands.config.config_args
+        read.setdefault("mixed_precision", "fp16")
     parts = [("", read), *((k, part) for k, part in read.items() if isinstance(part, dict))]
     keys = {
         _full_key(name, str(k)): entry
@@ -111,7 +117,7 @@ def take_yaml(launch: Launch, word: Word, writer: ArgumentWriter, cwd: Path) -> 
     for key, entry in {use: True, **keys}.items():
         if variable := find_variable(key, str(entry)):
             _write_variable(*variable, launch, writer, line)
-        elif not re.fullmatch(f"{_NOT_OF_ALL}|use_.*", key) and entry not in (None, {}, [], "no"):
+        elif not re.fullmatch(f"{_NOT_OF_ALL}|use_.*", key) and entry not in _NOTHING:
             text = f"not taken over: {key} of {word.text}: set it in Accelerator(…)"
             result.note(line, text)
     count = keys.get("num_processes")

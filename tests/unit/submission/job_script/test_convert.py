@@ -154,6 +154,23 @@ def test_a_configuration_of_accelerate_that_is_none_is_a_note(tmp_path: Path, te
     assert any("fsdp.yaml can't be read" in note for _, note in notes)
 
 
+@pytest.mark.parametrize(
+    ("text", "precision"),
+    [
+        ("fp16: true\nuse_cpu: false\n", "fp16"),
+        ("fp16: true\nmixed_precision: bf16\n", "bf16"),
+        ("fp16: false\nbf16: false\n", None),
+    ],
+)
+def test_the_older_form_of_mixed_precision(
+    tmp_path: Path, text: str, precision: str | None
+) -> None:
+    (tmp_path / "fsdp.yaml").write_text(f"distributed_type: 'NO'\n{text}")
+    result = converted("accelerate", tmp_path)
+    assert result.settings()["env"].get("ACCELERATE_MIXED_PRECISION") == precision
+    assert not [note for _, note in result.notes if "fp16" in note or "bf16" in note]
+
+
 def test_odd_keys_of_a_configuration_of_accelerate_end_no_import(tmp_path: Path) -> None:
     (tmp_path / "fsdp.yaml").write_text("1: one\nnum_processes: many\nmixed_precision: bf16\n")
     result = converted("accelerate", tmp_path)

@@ -548,6 +548,8 @@ def of_text(*lines: str) -> Conversion:
         (("export TORCHELASTIC_ENABLE_FILE_TIMER=1", "export TORCHELASTIC_RUN_ID=a", TRAIN),
          {"env": {"TORCHELASTIC_ENABLE_FILE_TIMER": "1"}}),
         ((f"TORCHELASTIC_TIMEOUT=120 {TRAIN}",), {"env": {"TORCHELASTIC_TIMEOUT": "120"}}),
+        (("srun accelerate launch --fp16 a.py b",),
+         {"script": "a.py", "env": {"ACCELERATE_MIXED_PRECISION": "fp16"}}),
         # No arguments are none, and a check of each node is no training.
         ((f"{TRAIN} \"$@\" -a",), {"args": ["-a"]}),
         (('C="python a.py $@ -a"', 'srun bash -c "$C"'), {"args": ["-a"]}),
