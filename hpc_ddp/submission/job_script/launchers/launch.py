@@ -37,6 +37,8 @@ class Launch:
         the launch's options that ask for GPUs: values by name
     options, settings
         (value, line) by the name of a launcher's option; words by the key of a project file
+    outputs
+        files that options of the step name for its output
     unset
         (line, whether each task unsets it) by the name of a variable that the program does not get
     marks
@@ -66,6 +68,7 @@ class Launch:
     settings: dict[str, list[Word]] = field(default_factory=dict)
     env: dict[str, Word] = field(default_factory=dict)
     passed_on: set[str] = field(default_factory=set)  # variables that the launcher sets itself
+    outputs: list[str] = field(default_factory=list)
     unset: dict[str, tuple[int, bool]] = field(default_factory=dict)
     inner: Word | None = None  # the text of bash -c
     marks: list[tuple[int, str, str]] = field(default_factory=list)
@@ -223,6 +226,7 @@ class Launch:
         self.unset = (unset if outer.step else {}) | self.unset
         self.gpus, self.env = outer.gpus | self.gpus, outer.env | self.env  # its own go before
         self.node_words |= outer.node_words
+        self.outputs = [*outer.outputs, *self.outputs]
         self.enters_container = bool(self.settings.keys() & {"image", "container"})
         self.marks = [*outer.marks, *self.marks]
         for key, words in outer.settings.items():

@@ -127,6 +127,8 @@ def read_srun(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
             launch.mark(unknown.line, "", f"{unknown.text} is taken to be unset: srun = […]")
         words = [words[0], *remaining[1:]]
         remaining = launch.take_options(words, _SRUN, scope)
+    files = [launch.options[name][0] for name in ("output", "error") if name in launch.options]
+    launch.outputs = [file.text for file in files if file and file.text != "/dev/null"]
     if group := launch.options.get("het-group"):
         text = f"{NO_COMPONENTS}: write this component's nodes = N, gpus-per-node = N"
         launch.mark(group[1], LOST, f"srun --het-group: {text}")

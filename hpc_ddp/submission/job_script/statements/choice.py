@@ -58,8 +58,10 @@ def choose_launch(reader: Reader, result: Conversion) -> tuple[Launch | None, in
     if training.in_loop and training.kind == "torchrun" and not _MEETS & training.options.keys():
         chosen.lost = "a training of its own on each node: hpc-ddp sweep, or a job for each"
         return None, at
-    if chosen.output:
-        text = f"its output is in the run's log, not in {chosen.output}: hpc-ddp logs"
+    output, _ = result.values.get("output", ("", 0))  # which has a link to the log
+    files = dict.fromkeys((chosen.output, *training.outputs))  # each once
+    if names := [name for name in files if name not in ("", output)]:
+        text = f"its output is in the run's log, not in {' and '.join(names)}: hpc-ddp logs"
         result.note(chosen.lines[0], text)
     if text := _describe_fewer_nodes(training, nodes):
         if training.step:

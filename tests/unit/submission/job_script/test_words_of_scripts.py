@@ -776,6 +776,18 @@ def test_each_word_of_a_launch_is_written_or_named(line: str) -> None:
         (("srun --container-image=a python train.py",), "the container starts in the job's folder"),
         (("srun numactl -N 0 torchrun other.py",), "numactl starts a launcher of its own"),
         (("export PATH=$PATH:/x/bin", "srun torchrun a.py"), "PATH has /x/bin at its end: if"),
+        (
+            ("#SBATCH -o a.txt", "srun -o a.txt -e %N.err torchrun a.py"),
+            "its output is in the run's log, not in %N.err: hpc-ddp logs",
+        ),
+        (
+            ("srun --output=a/%N.out -e a/%N.out accelerate launch a.py",),
+            "its output is in the run's log, not in a/%N.out: hpc-ddp logs",
+        ),
+        (
+            ("srun --output b bash -c 'python a.py > c'",),
+            "its output is in the run's log, not in c and b: hpc-ddp logs",
+        ),
         (("srun torchrun_jsc train.py",), "torchrun_jsc is taken to be torchrun"),
     ],
 )
