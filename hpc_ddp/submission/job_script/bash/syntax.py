@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from typing import Any
 
 from hpc_ddp.core.errors import UsageError
@@ -201,17 +201,17 @@ def is_comment(node: Node) -> bool:
     return source(command) == ":" and is_document and is_plain
 
 
-def only_reports(node: Node) -> bool:
+def only_reports(node: Node, commands: Set[str] = frozenset()) -> bool:
     """Return whether a block, with all its branches, only prints or ends the script. It must have
-    commands, all of `_REPORTING`, and may neither write a file, set a variable nor run others by
-    ``$(…)``, except ``$(date)`` and ``$(hostname)``. A comment only reports, too."""
+    commands, all in `_REPORTING` or `commands`, and may neither write a file, set a variable nor
+    run others by ``$(…)``, except ``$(date)`` and ``$(hostname)``. A comment only reports, too."""
     kinds = {inner.type for inner in _descend(node)}
     names = {source(command.child_by_field_name("name")) for command in commands_of(node)}
     runs_others = re.search(r"`|\$\((?!\(|date|hostname)", source(node))
     setters = {"variable_assignment", "unset_command", "declaration_command", "function_definition"}
     does_more = runs_others or kinds & {"file_redirect", *setters}
     is_empty = not names and node.type != "comment"
-    return names <= _REPORTING and not (is_empty or does_more)
+    return names <= _REPORTING | commands and not (is_empty or does_more)
 
 
 def names_set_in(node: Node) -> set[str]:

@@ -12,6 +12,7 @@ from hpc_ddp.submission.job_script.bash.words import Word, split_text
 from hpc_ddp.submission.job_script.conversion import (
     DECIDED,
     DELETES,
+    ON_EXIT,
     ONLY_DELETES,
     PRINTS,
     REFUSED,
@@ -37,12 +38,15 @@ _ASKS_ADDRESS = re.compile(
 )
 # Lines of a task that do the same inside of its container.
 _IN_BOTH = re.compile(r"(cd|set|unset|export|ulimit|umask|echo|printf|date|hostname)\b")
+# An assignment of the last started process's number, also to an array.
+_STARTED = re.compile(r"^\w+\+?=\(?[\"']?\s*\$(!|\{!\})[\"']?\)?$")
 # Words of statements that do more than write a file of hosts.
 _DOES_MORE = re.compile(
     r"&&|\|\||\b(cp|mv|rm|mkdir|touch|ln|dd|tar|rsync|scp|chmod|pip|conda|module|source|export|cd"
     r"|kill|pkill|killall|bash|sh|python[\d.]*)\b"
 )
 _BESIDE = "it runs beside the launch: setup with & at its end, or in the program"
+_NOTICED = "notices reach the workers, and the end of the job ends what it has started"
 _OUTSIDE = "a task runs it before it enters the container: setup, or worker-setup inside of it"
 
 
@@ -96,7 +100,9 @@ class Refusals:
         status: set[str] = set()  # variables that have the launch's exit code
         files: dict[str, str] = {}  # that a lost statement writes, with its line
         of_address: set[str] = set()  # variables that only serve to find the first node's address
-        started = {s.name for s in self._statements[: self._at] if s.text.endswith("=$!")}
+        # Variables with the numbers of processes that the script starts, the last time anywhere.
+        processes = {s.name: i for i, s in enumerate(self._statements) if _STARTED.search(s.text)}
+        started = {name for name, index in processes.items() if index < self._at}
         for index, statement in enumerate(self._statements):
             line, names = f"line {statement.lines[0]}", {*statement.sets, statement.name} - {""}
             if statement.launch and not statement.lost:
@@ -108,8 +114,12 @@ class Refusals:
                 status |= {statement.name} - {""}
                 unknown |= dict.fromkeys({statement.name} - {""}, line)
                 continue
-            if index > self._at and statement.only_ends(started):
-                statement.decided = "the end of the job ends it"
+            is_trap = statement.first == "trap"
+            # A trap for the script's end stays, if it ends what the set-up lines start.
+            of_trap = processes.keys() - (started if ON_EXIT.match(statement.text) else set())
+            targets = of_trap if is_trap else started
+            if (is_trap or index > self._at) and statement.only_ends(targets, self.functions):
+                statement.decided = _NOTICED if is_trap else "the end of the job ends it"
                 continue
             if not statement.lost and self._finds_address(statement, of_address, unknown):
                 statement.decided = "workers have hpc-ddp's MASTER_ADDR, the first node's"

@@ -95,7 +95,8 @@ class Sorter:
         self.result.unknown, self._at = self._refusals.set_reasons()
         names = {n for word in self.launch.words for n in word.names} if self.launch else set()
         self._needed |= {n for n in names if not is_of_hpc_ddp(n) or n in self._refusals.assigned}
-        traps = (s for s in self._statements if ON_EXIT.match(s.text) and not s.lost)
+        lines_of_ours = [s for s in self._statements if not (s.lost or s.decided)]
+        traps = (s for s in lines_of_ours if ON_EXIT.match(s.text))
         # A trap may call functions that are defined behind it.
         self._needed |= {name for trap in traps for name in trap.names}
         lines: list[tuple[str, str, int]] = []

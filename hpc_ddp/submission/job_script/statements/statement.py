@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 from hpc_ddp.submission.job_script.bash import syntax
@@ -13,6 +13,19 @@ from hpc_ddp.submission.job_script.launchers.launch import Launch
 
 _LOADS = re.compile(r"\s*(module|ml|source|\.|conda|spack|eval)\s")
 _QUOTED = re.compile(r"""'[^']*'|"(?:\\.|[^"\\])*"|\\.""", re.S)  # a text, or one character
+# Parts of code that change nothing outside of it: output that nobody gets, a trap that is taken
+# away, and the exit code in a variable.
+_LEAVES_NOTHING = re.compile(
+    r"(?P<redirect>[12&]?>>?\s*/dev/null|[12]?>&[12])|\btrap\s+-(\s+[A-Z]\w*)*"
+    r"|\b(local\s+)?\w+=\$\?"
+)
+# A command, or a list of processes, for those that the script itself has started.
+_ENDS_CHILDREN = re.compile(
+    r"\bpkill\s+(-\w+\s+)*(-P|--parent)\s+[\"']?\$\$[\"']?"
+    r"|\bkill\s+(-\w+\s+)*[\"']?(\$\(|`)jobs\s+-\w+[)`][\"']?"
+)
+# Words of a kill: an option, a signal, jobs of this shell, and variables, whose name is [1].
+_OF_A_KILL = re.compile(r"-[\w-]*|[A-Z]+\d?|0|%\S*|-?\$(?:\{?(\w+)(?:\[[@*]\])?\}?|[$!]|\{!\})")
 
 
 @dataclass(frozen=True)
@@ -78,15 +91,27 @@ class Statement:
         them."""
         return syntax.names_needed(self.text, self.name)
 
-    def only_ends(self, processes: set[str]) -> bool:
-        """Return whether the statement only ends processes, as ``kill $PID || true``, and takes
-        their numbers from variables that are all among `processes`."""
-        match = re.fullmatch(
-            r"kill(?:\s+-\w+)*((?:\s+[\"']?\$\{?\w+\}?[\"']?)+)"
-            r"(?:\s*(?:[12&]?>\s*/dev/null|2>&1))*(?:\s*\|\|\s*(?:true|:))?",
-            self.text,
-        )
-        return bool(match) and {*re.findall(r"\w+", match[1])} <= processes  # type: ignore[index]
+    def only_ends(self, processes: Set[str], functions: Mapping[str, Statement]) -> bool:
+        """Return whether the statement, or the text or function (of `functions`, by name) that a
+        trap runs, does no more than print, wait and end processes, one at least: its own, or those
+        whose numbers are in the variables `processes`. ``kill $PID || true`` is one. Raise as
+        `syntax.parse`."""
+        text = self.text
+        if self.first == "trap":
+            text = next((word.text for word in self.words[1:] if word.text != "--"), "")
+            body = re.search(r"\{(.*)\}", functions[text].text, re.S) if text in functions else None
+            text = body[1] if body else text
+        text = _LEAVES_NOTHING.sub(lambda m: " " if m["redirect"] else ":", text)
+        root = syntax.parse(_ENDS_CHILDREN.sub("kill $!", text))
+        commands = [[*command.named_children] for command in syntax.commands_of(root)]
+        kills = [words for words in commands if words and syntax.source(words[0]) == "kill"]
+        loops = {
+            syntax.source(node.child_by_field_name("variable"))
+            for node in syntax.all_below(root) if node.type == "for_statement"
+            and all(_is_among(n, processes) for n in node.children_by_field_name("value"))
+        }  # fmt: skip
+        are_own = all(_is_among(n, processes | loops) for words in kills for n in words[1:])
+        return bool(kills) and are_own and syntax.only_reports(root, {"kill", "sleep"})
 
     def reports_status(self, variables: set[str]) -> bool:
         """Return whether the statement only reports how the command before it ended: an assignment
@@ -96,6 +121,13 @@ class Statement:
             return bool(re.fullmatch(r"\w+=[\"']?\$(\?|\{PIPESTATUS\[0\]\})[\"']?", self.text))
         uses_status = self.names & variables or re.search(r"\$(\?|\{PIPESTATUS)", self.text)
         return bool(uses_status) and syntax.only_reports(syntax.parse(self.text))
+
+
+def _is_among(node: syntax.Node, processes: Set[str]) -> bool:
+    """Return whether a word of a kill names no process but the shell's own, and those whose numbers
+    are in the variables `processes`."""
+    match = _OF_A_KILL.fullmatch(re.sub("[\"']", "", syntax.source(node)))
+    return match is not None and (match[1] is None or match[1] in processes)
 
 
 def first_load(statements: Sequence[Statement]) -> int:
