@@ -162,10 +162,22 @@ class Conversion:
     def group(self, line: int) -> Mark:
         """Return the one group of a line, LOST before TAKEN before OURS, and all its reasons for
         that group, in one text. A line without a mark is LOST."""
-        marks = self.marks.get(line, [(LOST, "not understood")])
-        group = next(group for group in (LOST, TAKEN, OURS) if group in dict(marks))
-        reasons = dict.fromkeys(text for name, text in marks if name == group)  # each once
-        return group, "; ".join(reasons)
+        groups = dict(self.marks.get(line, [(LOST, "not understood")]))
+        group = next(group for group in (LOST, TAKEN, OURS) if group in groups)
+        return group, self.reasons(line, group) or groups[group]
+
+    def reasons(self, line: int, group: str) -> str:
+        """Return all reasons of a line for one group, in one text; '' where it has none."""
+        texts = (text for name, text in self.marks.get(line, []) if name == group)
+        return "; ".join(dict.fromkeys(texts))  # each once
+
+    def lost_parts(self) -> set[int]:
+        """Return the lines of which a part alone is lost: they have a mark for each group, and
+        something of them is a setting."""
+        entries = [*self.values.values(), *self.env.values()]
+        entries += [entry for entries_of_key in self.lists.values() for entry in entries_of_key]
+        lines = {line for _, line in entries} & self.marks.keys()
+        return {line for line in lines if {TAKEN, LOST} <= dict(self.marks[line]).keys()}
 
     def append(self, key: str, entry: str, line: int) -> None:
         """Append an entry, of a `line`, to the list of a key. A second equal one changes nothing in

@@ -107,20 +107,37 @@ def table(conversion: Conversion, text: str) -> list[str]:
     The groups come in the order TAKEN, OURS, LOST, each with a head that has the number of its
     lines. A row has the line's number, its text with single blanks, cut to `_WIDTH` characters, and
     the reason. Neighbours with the same group and reason share one row, with the text of the first.
+    A line of which a part alone is lost counts as TAKEN, and has a row among LOST for this part.
     Empty lines and comments have no row. Only the beginning of a line with a secret is shown.
     """
     rows: dict[str, list[str]] = {group: [] for group in (TAKEN, OURS, LOST)}
-    counts = dict.fromkeys(rows, 0)
-    lines = ((n, line) for n, line in enumerate(text.splitlines(), 1) if is_code(line))
-    for (group, reason), equal in groupby(lines, lambda pair: conversion.group(pair[0])):
+    counts, parts = dict.fromkeys(rows, 0), conversion.lost_parts()
+    lines = [
+        (n, _shorten(line, "secret" in str(conversion.marks.get(n))))
+        for n, line in enumerate(text.splitlines(), 1) if is_code(line)
+    ]  # fmt: skip
+    marks = {
+        n: (TAKEN, conversion.reasons(n, TAKEN)) if n in parts else conversion.group(n)
+        for n, _ in lines
+    }
+    for (group, reason), equal in groupby(lines, lambda pair: marks[pair[0]]):
         members = list(equal)
-        (first, line), last = members[0], members[-1][0]
-        content = " ".join(line.split())
-        if "secret" in reason:  # the first two words, up to a =
-            content = f"{' '.join(content.split()[:2]).partition('=')[0]} ..."
-        short = content if len(content) <= _WIDTH else content[: _WIDTH - 3] + "..."
+        first, last = members[0][0], members[-1][0]
         place = str(first) if first == last else f"{first}-{last}"
-        rows[group].append(f"  {place:>7}  {short:{_WIDTH}}  {reason}")
+        rows[group].append(f"  {place:>7}  {members[0][1]:{_WIDTH}}  {reason}")
         counts[group] += len(members)
+        for number in sorted(parts & dict(members).keys()):
+            reason = conversion.reasons(number, LOST)
+            rows[LOST].append(f"  {number:>7}  {'(a part)':{_WIDTH}}  {reason}")
     heads = {group: f"{group}: {n} line{'s' * (n != 1)}" for group, n in counts.items()}
+    heads[LOST] += f", and parts of {len(parts)}" if parts else ""
     return [row for group in rows for row in (heads[group], *rows[group])]
+
+
+def _shorten(line: str, has_secret: bool) -> str:
+    """Return a script's line with single blanks, cut to `_WIDTH` characters; of one with a secret
+    the first two words, up to a ``=``."""
+    content = " ".join(line.split())
+    if has_secret:
+        content = f"{' '.join(content.split()[:2]).partition('=')[0]} ..."
+    return content if len(content) <= _WIDTH else content[: _WIDTH - 3] + "..."

@@ -53,6 +53,23 @@ def test_a_line_that_is_taken_over_is_in_the_file(name: str) -> None:
             assert is_more or f"# {number}\n" in text, f"line {number}: {reason}"
 
 
+def test_of_a_line_that_is_taken_over_in_part_the_table_has_both() -> None:
+    lines = ("#SBATCH --nodes=2 --account=<yours>", "srun python a.py --b \\", "  --lr $1")
+    text = "\n".join(("#!/bin/bash", *lines))
+    rows = table(convert(text, SAMPLES, SAMPLES), text)
+    assert [" ".join(row.split()[:3]) for row in rows] == [
+        *("taken over: 2", "2 #SBATCH --nodes=2", "3 srun python"),
+        "set by hpc-ddp",
+        *("not taken over:", "2 (a part)", "4 --lr $1"),
+    ]
+    assert rows[-3].endswith(": 1 line, and parts of 1")
+    assert rows[-2].endswith("--account=<yours> is a placeholder: --account with yours")
+    text = f"#!/bin/bash\n#SBATCH --nodes=2 --comment=hf_{'aB3' * 12}\nsrun python a.py\n"
+    rows = table(convert(text, SAMPLES, SAMPLES), text)
+    assert "#SBATCH --nodes ..." in rows[1]
+    assert not any("hf_" in row for row in rows)
+
+
 def test_torchrun_in_its_usual_form() -> None:
     conversion = converted("torchrun")
     assert conversion.settings() == {
