@@ -104,7 +104,11 @@ class Reader(Reading):
         assignments = [c for c in node.named_children if c.type == "variable_assignment"]
         kinds = ("variable_assignment", "comment", "herestring_redirect")
         nodes = [child for child in node.named_children if child.type not in kinds]
-        words = self.scope.words(nodes, self._at(node)[0] if self._place.lines else None)
+        is_inner = self._place.lines is not None  # the nodes' lines are not the script's
+        words = [
+            word for child in nodes
+            for word in self.scope.words([child], self._at(child)[0] if is_inner else None)
+        ]  # fmt: skip
         first = words[0].text if words else ""
         if first in self._functions and self._has_launch(self._functions[first][0], "", words[1:]):
             self._read_call(first, words[1:], node)

@@ -651,6 +651,10 @@ def test_gpus_of_a_script_without_a_number_of_nodes(options: str) -> None:
             OURS,
             "notices reach",
         ),
+        # Lines in the quotes of bash -c.
+        (("srun bash -c 'torchrun \\", " --rdzv_id=a \\", " train.py'"), 3, TAKEN, "the launch"),
+        (("srun bash -c 'torchrun \\", " --rdzv_id=a \\", " a.py'"), 4, OURS, "torchrun --rdzv-id"),
+        (("srun bash -c 'torchrun \\", " --rdzv_id=a \\", " train.py'"), 5, TAKEN, "the launch"),
         (("trap 'kill $P; cp a b' TERM", f"{TRAIN} &", "P=$!"), 3, LOST, "a trap"),
         (("trap 'kill $Q' TERM", f"{TRAIN} &", "P=$!"), 3, LOST, "a trap"),
         (("trap 'kill 77 $(cat pid)' TERM", TRAIN), 3, LOST, "a trap"),
