@@ -91,7 +91,9 @@ def _missing_here(spec: JobSpec) -> Iterator[str]:
         yield f"image {image} is not on this machine; is it on the nodes?"
     if spec.container or spec.image:
         return
-    if os.path.isabs(spec.python) and not os.path.exists(spec.python):
+    if spec.python.startswith("~"):  # known users' are paths by now
+        yield f"python {spec.python} names no user of this machine, and stays as it is in the job"
+    elif os.path.isabs(spec.python) and not os.path.exists(spec.python):
         yield f"python {spec.python} is not on this machine; is it on the nodes?"
     variables = {*spec.env, *spec.env_names}
     has_lines = spec.setup or spec.node_setup or spec.worker_setup

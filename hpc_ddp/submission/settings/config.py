@@ -337,8 +337,9 @@ def _check_and_convert(
 ) -> dict[str, Any]:
     """Check `layer`, the settings of the file at `path` or of one of its tables, change it in
     place, and return it. The paths of `script` (if a file), `template` and `notify` then begin with
-    the file's folder, or for ``~`` the home folder; variables and `gpus-per-node` are texts; some
-    raw options of `sbatch` are keys (`with_own_keys`).
+    the file's folder; with the home folder in place of ``~`` or ``~user`` these and `image` and
+    `python` do; variables and `gpus-per-node` are texts; some raw options of `sbatch` are keys
+    (`with_own_keys`).
 
     `keys` are the accepted ones; without `is_strict` another key is dropped with a warning. Raise
     UsageError for an unknown key (if `is_strict`), for a value of the wrong kind, and for a `layer`
@@ -355,8 +356,9 @@ def _check_and_convert(
     _check_kinds(path, layer)
     # A relative path in a file is seen from the file's folder.
     paths = {"notify", "template", *(() if names_no_file(layer) else ["script"])}
-    for key in paths & layer.keys():
-        layer[key] = str(path.parent / os.path.expanduser(layer[key]))
+    for key in {*paths, "image", "python"} & layer.keys():
+        expanded = os.path.expanduser(layer[key])
+        layer[key] = str(path.parent / expanded) if key in paths else expanded
     # Values of other types have another text here than in TOML, as True for true.
     for name, value in layer.get("env", {}).items():
         if isinstance(value, bool) or not isinstance(value, (str, int)):

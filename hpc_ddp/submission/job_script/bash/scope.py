@@ -260,7 +260,8 @@ class Scope:
         if not is_quoted and is_pattern(node):
             yield self._code_part(text, False)
         elif is_leaf and kind in ("word", "number", "variable_name", "command_name"):
-            start = re.match(r"([A-Za-z_]\w*=)?(?=~(/|$))", text)  # of ~/file and of NAME=~/file
+            # Of ~/file, ~user/file and NAME=~/file.
+            start = re.match(r"([A-Za-z_]\w*=)?(?=~[\w.-]*(/|$))", text)
             at = start.end() if start else len(text)
             path = text[:at] + os.path.expanduser(text[at:])
             yield Part(re.sub(r"\\(.)", r"\1", path.replace("\\\n", "")))

@@ -25,8 +25,8 @@ from hpc_ddp.submission.job_script.convert import convert
 NAMES = ("A", "B", "C")
 VALUES = (
     "1", "'p q'", '"r s"', '"$A"', "$B", '"${C}x"', "$(cat a)", '"$(cat b)"', '"u $A v"', "~/d",
-    '"~/d"', "*.pt", '"$B,$C"', "${A:-z}", '"${B:-d e}"', "${C#v}", "$((1+2))", '"a\'b"', r"a\ b",
-    "''", '"--o $A"',
+    "~root/d", '"~/d"', "*.pt", '"$B,$C"', "${A:-z}", '"${B:-d e}"', "${C#v}", "$((1+2))", '"a\'b"',
+    r"a\ b", "''", '"--o $A"',
 )  # fmt: skip
 CONDITIONS = (
     "[ -e x ]", "[[ -f x ]]", '[ -n "$A" ]', "[[ $B == *p* ]]", "test -e y", "[ ! -e x ]",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,9 @@ def of_text(*lines: str) -> Conversion:
         (("#SBATCH -N 2 --gres=gpu:4", "WORLD_SIZE=$((2*SLURM_NNODES))",
           'srun bash -c "accelerate launch --num_processes $WORLD_SIZE a.py"'),
          {"nproc-per-node": 2, "script": "a.py"}),
+        (("srun ~root/env/bin/python3 a.py --d ~root/d ~nosuchuser/e",),
+         {"python": os.path.expanduser("~root/env/bin/python3"),
+          "args": ["--d", os.path.expanduser("~root/d"), "~nosuchuser/e"]}),
         ((f"{TRAIN} root=~/a --b=~/c",), {"args": [f"root={Path.home()}/a", "--b=~/c"]}),
         # Words that bash makes others of.
         (("for s in {1,2}; do", f"{TRAIN} --seed $s", "done"), {"script": None}),

@@ -41,6 +41,7 @@ from hpc_ddp.submission.settings.config import Settings
         ({"image": "docker://ubuntu:24.04"}, ""),
         ({"image": "nvidia/cuda", "container-tool": "pyxis"}, ""),
         ({"image": "there.sif"}, ""),
+        ({"python": "~nosuchuser/bin/python"}, "python ~nosuchuser/bin/python names no user"),
         ({"script": "nosuchcommand", "no-python": True}, "no command nosuchcommand"),
         ({"script": "./none.sh", "no-python": True}, "no command ./none.sh"),
         ({"script": "./there.sh", "no-python": True}, ""),

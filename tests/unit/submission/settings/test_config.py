@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -119,6 +120,13 @@ def test_a_value_of_another_type_has_its_line_as_a_hint(home: Path, text: str, h
 def test_a_file_may_begin_with_the_mark_of_its_encoding(home: Path) -> None:
     (home / "hpc-ddp.toml").write_text("[env]\nA = 4\n", encoding="utf-8-sig")
     assert _values(home)["env"] == {"A": "4"}
+
+
+@pytest.mark.parametrize("start", ["~", "~root", "~nosuchuser"])
+@pytest.mark.parametrize("key", ["python", "image", "template"])
+def test_a_path_below_a_home_folder(home: Path, key: str, start: str) -> None:
+    (home / "hpc-ddp.toml").write_text(f'{key} = "{start}/a/b"\n')
+    assert _values(home)[key].endswith(os.path.expanduser(f"{start}/a/b"))
 
 
 def test_an_option_settles_the_variables_of_a_sites_network(
