@@ -26,6 +26,7 @@ from hpc_ddp.submission.job_script.directives import (
 )
 from hpc_ddp.submission.job_script.launchers.tasks import LOGIN
 from hpc_ddp.submission.job_script.project_file import is_code
+from hpc_ddp.submission.job_script.sizes import read_texts
 from hpc_ddp.submission.job_script.statements.choice import choose_launch, has_launch
 from hpc_ddp.submission.job_script.statements.names import note_lost_variables, take_shell_variables
 from hpc_ddp.submission.job_script.statements.reader import Reader
@@ -312,7 +313,8 @@ def convert(
 
     def make_scope(counts_python: bool) -> Scope:
         return Scope(
-            {**of_cwd, "PWD": literal(start)}, numbers, names_not_set(directives),
+            {**of_cwd, "PWD": literal(start)}, numbers, read_texts(directives, numbers),
+            names_not_set(directives),
             arguments=words, arguments_are_set=bool(words), lacks_arguments=not words,
             shell_names=environ.keys(), guesses=guesses, defaults=defaults,
             counts_python=counts_python, hides=secrets.is_secret,

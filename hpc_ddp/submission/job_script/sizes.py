@@ -8,10 +8,25 @@ from hpc_ddp.submission.job_script.conversion import LOST, Conversion
 from hpc_ddp.submission.job_script.directives import (
     Directives,
     has_range_of_nodes,
+    names_not_set,
     tasks_of_launch,
     tasks_of_node,
 )
 from hpc_ddp.submission.job_script.launchers.launch import Launch
+
+
+def read_texts(directives: Directives, numbers: Mapping[str, int]) -> dict[str, str]:
+    """Return the values of Slurm's variables on sizes that follow from the directives, by name, as
+    Slurm writes them: "a100:3" for SLURM_GPUS_PER_NODE, "4(x2)" for SLURM_TASKS_PER_NODE. `numbers`
+    are as from `read_sizes`."""
+    texts = {name: str(number) for name, number in numbers.items()}
+    for name in ("gpus", "gpus-per-node", "gpus-per-task"):
+        texts[f"SLURM_{name.upper().replace('-', '_')}"] = directives.get(name) or ""
+    nodes, tasks = numbers.get("SLURM_NNODES"), tasks_of_node(numbers)
+    if nodes and numbers["SLURM_NTASKS"] == nodes * tasks:
+        texts["SLURM_TASKS_PER_NODE"] = f"{tasks}(x{nodes})" if nodes > 1 else str(tasks)
+    not_set = names_not_set(directives)
+    return {name: text for name, text in texts.items() if text and name not in not_set}
 
 
 def take_sizes(

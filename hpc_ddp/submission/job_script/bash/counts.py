@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import re
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -27,6 +28,73 @@ _COUNTS_LISTED = re.compile(
     r"\s*(tr\s+[\"']?,[\"']?\s[^|;&()`]*\|\s*wc\s+-[lw]"
     r"|awk\s+-F\s*[\"']?,[\"']?\s+'\{\s*print NF;?\s*\}'))\s*[)`]"
 )
+# A part of a variable's value: without what fits a pattern at its begin or end, or with a new text
+# in place of it; some of its characters; and a field between signs.
+_CUT = re.compile(
+    r"\$\{(?P<name>\w+)(?P<operator>##?|%%?|//?(?![#%]))(?P<pattern>(?:\\.|[^{}$`/\\\"'])+)"
+    r"(?:/(?P<new>[^{}$`\\\"']*))?\}"
+)
+_CHARACTERS = re.compile(r"\$\{(\w+):(?:\s*\(|\s+|(?=\d))(-?\d+)\)?(?::(\d+))?\}")
+_FIELD = re.compile(
+    r"(?:\$\(|`)\s*echo\s+\"?\$\{?(\w+)\}?\"?\s*\|\s*(cut\s+-d|awk\s+-F)\s*[\"']?([^\s\"'])[\"']?"
+    r"\s+(?:-f\s*|'\{\s*print\s+\$)([1-9]\d*|NF)(?:;?\s*\}')?\s*[)`]"
+)
+
+
+def fill_parts_in(code: str, scope: Scope) -> str:
+    """Return code in which texts stand in place of parts of values that are known, the script's or
+    Slurm's: with ``--gpus-per-node=a100:3`` 3 for ``${SLURM_GPUS_PER_NODE#*:}``, and for
+    ``$(echo $SLURM_GPUS_PER_NODE | cut -d: -f2)``."""
+    for pattern, part_of in ((_CUT, _cut), (_CHARACTERS, _characters), (_FIELD, _field)):
+        for match in reversed([*pattern.finditer(code)]):  # from the end: places hold
+            if (text := _text_of(match[1], scope)) is not None:
+                part = part_of(text, *match.groups()[1:])
+                code = code[: match.start()] + part + code[match.end() :]
+    return code
+
+
+def _text_of(name: str, scope: Scope, pending: tuple[str, ...] = ()) -> str | None:
+    """Return the value of a variable, None where it is not known. `pending` is as in
+    `whole_number`."""
+    if name not in scope.values:
+        return scope.texts.get(name)
+    assigned = scope.values[name]
+    if not isinstance(assigned, Word) or name in pending:
+        return None
+    if len(assigned.parts) == 1 and assigned.parts[0].name:
+        return _text_of(assigned.parts[0].name, scope, (*pending, name))
+    return assigned.text if assigned.is_static else None
+
+
+def _cut(text: str, operator: str, pattern: str, new: str | None) -> str:
+    """Return what bash makes of a value, `text`, by ``${NAME#pattern}`` or another `operator`;
+    `new` stands behind the pattern of ``/``."""
+    pattern = re.sub(r"\\(.)", r"[\1]", pattern).replace("[^", "[!").replace("[:digit:]", "0-9")
+    expression = fnmatch.translate(pattern)[:-2]  # without the end of the text
+    if operator in ("/", "//"):
+        return re.sub(expression, new or "", text, count=len(operator) % 2)
+    # Where the text may be cut, the shortest part that goes first; for ## and %% the longest.
+    is_begin = operator[0] == "#"
+    places = range(len(text) + 1) if is_begin == (len(operator) == 1) else range(len(text), -1, -1)
+    for at in places:
+        cut, remaining = (text[:at], text[at:]) if is_begin else (text[at:], text[:at])
+        if re.fullmatch(expression, cut):
+            return remaining
+    return text
+
+
+def _characters(text: str, start: str, count: str | None) -> str:
+    """Return what bash makes of a value, `text`, by ``${NAME:start:count}``."""
+    remaining = text[int(start) :] if -len(text) <= int(start) else ""
+    return remaining[: int(count)] if count else remaining
+
+
+def _field(text: str, command: str, sign: str, number: str) -> str:
+    """Return the field that `command` prints of `text`, with `sign` between two fields."""
+    fields = text.split(sign)
+    if command.startswith("cut") and len(fields) == 1:
+        return text
+    return "".join(fields[-1:] if number == "NF" else fields[int(number) - 1 : int(number)])
 
 
 def fill_counts_in(code: str, scope: Scope) -> str:
@@ -103,7 +171,7 @@ def whole_number(word: Word | None, scope: Scope, pending: tuple[str, ...] = ())
         return str(scope.numbers.get(name, "?"))
 
     # Step by step the text becomes digits and operators alone, if the number is known.
-    text = word.text if word else ""
+    text = fill_parts_in(word.text if word else "", scope)
     default = re.compile(r"\$\{(\w+):?-([^}]*)\}")
     text = default.sub(lambda m: m[2] if m[1] in scope.not_set else f"${m[1]}", text)
     text = re.sub(r"\$\(\((.*?)\)\)", r"(\1)", text, flags=re.S)  # $((A+1)): (A+1)

@@ -56,12 +56,13 @@ _CHANGES = re.compile(r"S?RANDOM|SECONDS|LINENO|BASHPID|EPOCH(REAL)?SECONDS")
 @dataclass
 class Scope:
     """The variables of a script at one point: `values` by name, None for a value that only the job
-    knows. `numbers` are the values of Slurm's variables that follow from the directives. `is_open`
-    says that a file has been sourced or a text evaluated, which may have set any variable.
-    `versions` has how often each variable has been set so far."""
+    knows. `numbers` and `texts` are values of Slurm's variables that follow from the directives.
+    `is_open` says that a file has been sourced or a text evaluated, which may have set any
+    variable. `versions` has how often each variable has been set so far."""
 
     values: dict[str, Value] = field(default_factory=dict)
     numbers: dict[str, int] = field(default_factory=dict)
+    texts: dict[str, str] = field(default_factory=dict)
     not_set: set[str] = field(default_factory=set)  # by Slurm, for lack of an option
     arguments: Sequence[Word] | None = None  # of the script, function or bash -c; None: unknown
     arguments_are_set: bool = False  # a set-up line gives the job the script's arguments

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from hpc_ddp.submission.job_script.bash.counts import fill_parts_in
+from hpc_ddp.submission.job_script.bash.scope import Scope
 from hpc_ddp.submission.job_script.convert import convert
 
 HERE = Path("/home/me/project")
@@ -53,3 +55,17 @@ def test_words_with_escapes_in_quotes_stay(word: str) -> None:
         "setup"
     ]
     assert of_bash("\n".join(setup)) == of_bash(f"{lines}{kept}")
+
+
+PATTERNS = ("*:", ":*", "(*", "\\(*", "*[!0-9]", "[^0-9]", "[[:digit:]]", "?", "a100:", "x", "*:*")
+SIGNS = (("#", ""), ("##", ""), ("%", ""), ("%%", ""), ("/", ""), ("/", "/7"), ("//", "/"))
+FORMS = [f"${{X{sign}{text}{end}}}" for text in PATTERNS for sign, end in SIGNS]
+FORMS += ["${X: -1}", "${X:(-2):1}", "${X:0:1}", "${X:1}", "$(echo $X | cut -d: -f2)",
+          '$(echo "$X" | cut -d \':\' -f 1)', "$(echo ${X} | awk -F: '{print $NF}')",
+          "`echo $X | awk -F ':' '{ print $2; }'`"]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", ["a100:3", "gpu:a100:4", "4(x2)", "3", "a:b:c:12"])
+def test_parts_of_values_are_those_of_bash(text: str) -> None:
+    expected = of_bash(f"X='{text}'\n" + "".join(f"printf '%s\\0' \"{form}\"\n" for form in FORMS))
+    assert [fill_parts_in(form, Scope(texts={"X": text})) for form in FORMS] == expected

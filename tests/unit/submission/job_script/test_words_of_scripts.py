@@ -548,6 +548,10 @@ def of_text(*lines: str) -> Conversion:
           "env": None, "setup": ["export WHO=/x/$MY_API_KEY"]}),
         (("source env.sh", "export MY_PASSWORD=${MY_PASSWORD:-drowssap}", "srun python a.py"),
          {"env-names": ["MY_PASSWORD"], "setup": ["source env.sh"]}),
+        # A part of a value that follows from the directives.
+        (("#SBATCH --gpus-per-node=a100:4", "N=$((${SLURM_GPUS_PER_NODE#*:} / 2))",
+          "srun bash -c \"torchrun --nproc_per_node=$N a.py\""), {"nproc-per-node": 2}),
+        (("G=gpu:2", "srun torchrun --nproc_per_node=${G: -1} a.py"), {"nproc-per-node": 2}),
         # Of torchrun's variables those are a user's that no worker has from it.
         (("export TORCHELASTIC_ENABLE_FILE_TIMER=1", "export TORCHELASTIC_RUN_ID=a", TRAIN),
          {"env": {"TORCHELASTIC_ENABLE_FILE_TIMER": "1"}}),
@@ -654,6 +658,18 @@ def test_gpus_of_a_script_without_a_number_of_nodes(options: str) -> None:
             3,
             OURS,
             "notices reach",
+        ),
+        (
+            ("#SBATCH --gpus-per-node=a:3", "srun torchrun -n ${SLURM_GPUS_PER_NODE#*:} a.py"),
+            *(4, TAKEN, "the launch"),
+        ),
+        (
+            ("#SBATCH --ntasks-per-node=3", "srun torchrun -n ${SLURM_TASKS_PER_NODE%%(*} a.py"),
+            *(4, TAKEN, "the launch"),
+        ),
+        (
+            ("#SBATCH --gres=gpu:a:3", "srun torchrun -n ${SLURM_GPUS_PER_NODE#*:} a.py"),
+            *(4, LOST, "torchrun --n: only the job knows it"),
         ),
         # Lines in the quotes of bash -c.
         (("srun bash -c 'torchrun \\", " --rdzv_id=a \\", " train.py'"), 3, TAKEN, "the launch"),
