@@ -27,13 +27,17 @@ def _assignment(match: re.Match[str]) -> str:
     if match["dash"]:
         body = re.sub(r"^\t+", "", body, flags=re.M)
     content = body.strip()
-    if match["quote"]:
-        content = "'" + content.replace("'", r"'\''") + "'"
-    else:  # as in double quotes, in which a quote alone needs a backslash; one before it, another
-        content = '"' + re.sub(r'(\\*)"', _escape_quote, content) + '"'
+    literal = "'" + content.replace("'", r"'\''") + "'"
+    content = literal if match["quote"] else as_quoted(content)
     lines_before = 1 + (len(body) - len(body.lstrip()) and body[: -len(body.lstrip())].count("\n"))
     lines_behind = match[0].count("\n") - lines_before - content.count("\n")
     return f"{match['name']}=" + "\\\n" * lines_before + content + "\n" * lines_behind
+
+
+def as_quoted(text: str) -> str:
+    """Return the text of a here-document whose mark has no quotes in double quotes, in which bash
+    makes the same of it: a quote alone needs a backslash; one before it, another."""
+    return '"' + re.sub(r'(\\*)"', _escape_quote, text) + '"'
 
 
 def _escape_quote(match: re.Match[str]) -> str:

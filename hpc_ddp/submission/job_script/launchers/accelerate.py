@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 from typing import Any
 
 from hpc_ddp.submission.job_script.bash.scope import Scope
 from hpc_ddp.submission.job_script.bash.words import Word, literal
+from hpc_ddp.submission.job_script.bash.written_texts import path_of
 from hpc_ddp.submission.job_script.conversion import LOST, OURS, ArgumentWriter
 from hpc_ddp.submission.job_script.launchers.launch import Launch
 from hpc_ddp.submission.job_script.launchers.options import Options
@@ -91,16 +91,17 @@ def read_accelerate(words: list[Word], launch: Launch, scope: Scope) -> list[Wor
 
 def take_yaml(launch: Launch, word: Word, writer: ArgumentWriter, cwd: Path) -> None:
     """Read a configuration of Accelerate from the path in `word`, seen from `cwd` and the launch's
-    folder. Its keys become the variables that Accelerate's launcher sets, in `launch` and through
-    `writer`; ``num_processes`` becomes the launch's number of processes, unless an option has it;
-    other keys become notes, but for those that describe the job. So does a configuration that
-    can't be read."""
-    path = Path(cwd, launch.folder or "", os.path.expanduser(word.text))
-    line, result = word.line or launch.line, writer.result
+    folder: as the script writes it, else the file that is there. Its keys become the variables that
+    Accelerate's launcher sets, in `launch` and through `writer`; ``num_processes`` becomes the
+    launch's number of processes, unless an option has it; other keys become notes, but for those
+    that describe the job. So do a value that only the job knows, and a configuration that can't be
+    read."""
+    path, line, result = path_of(word, launch.folder), word.line or launch.line, writer.result
     import yaml
 
     try:
-        read: dict[str, Any] = dict(yaml.safe_load(path.read_text()) or {})
+        text = launch.files.get(path) or Path(cwd, path).read_text()
+        read: dict[str, Any] = dict(yaml.safe_load(text) or {})
     except (OSError, ValueError, TypeError, yaml.YAMLError) as error:
         text = f"{word.text} can't be read ({type(error).__name__}): put it there and import again"
         text = f"not taken over: {text}; its FSDP or DeepSpeed settings would be missing"
@@ -115,13 +116,19 @@ def take_yaml(launch: Launch, word: Word, writer: ArgumentWriter, cwd: Path) -> 
     }  # fmt: skip
     use = f"use_{keys.get('distributed_type', '')}".lower()  # as the option --use_fsdp
     for key, entry in {use: True, **keys}.items():
-        if variable := find_variable(key, str(entry)):
+        variable, is_open = find_variable(key, str(entry)), re.search("[$`]", str(entry))
+        is_set = variable is not None and variable[0] in launch.passed_on
+        if variable and not is_open:
             _write_variable(*variable, launch, writer, line)
-        elif not re.fullmatch(f"{_NOT_OF_ALL}|use_.*", key) and entry not in _NOTHING:
-            text = f"not taken over: {key} of {word.text}: set it in Accelerator(…)"
-            result.note(line, text)
+        elif not (is_set or re.fullmatch(f"{_NOT_OF_ALL}|use_.*", key) or entry in _NOTHING):
+            reason = f"only the job knows {entry}" if is_open else "set it in Accelerator(…)"
+            result.note(line, f"not taken over: {key} of {word.text}: {reason}")
     count = keys.get("num_processes")
-    launch.processes = launch.processes or (count if isinstance(count, int) else None)
+    if isinstance(count, int):  # -1: an option has it
+        launch.processes = launch.processes or max(count, 0)
+    elif count is not None and "num-processes" not in launch.options:
+        text = f"num_processes of {word.text}: only the job knows {count}: nproc-per-node = N"
+        result.note(line, f"not taken over: {text}")
 
 
 def _full_key(part: str, key: str) -> str:

@@ -37,6 +37,8 @@ class Launch:
         the launch's options that ask for GPUs: values by name
     options, settings
         (value, line) by the name of a launcher's option; words by the key of a project file
+    files
+        the texts of files that the script has written before (`written_texts`)
     outputs
         files that options of the step name for its output
     unset
@@ -68,6 +70,7 @@ class Launch:
     settings: dict[str, list[Word]] = field(default_factory=dict)
     env: dict[str, Word] = field(default_factory=dict)
     passed_on: set[str] = field(default_factory=set)  # variables that the launcher sets itself
+    files: dict[str, str] = field(default_factory=dict)
     outputs: list[str] = field(default_factory=list)
     unset: dict[str, tuple[int, bool]] = field(default_factory=dict)
     inner: Word | None = None  # the text of bash -c

@@ -143,7 +143,7 @@ class Reader(Reading):
         reads input, by `around`, or uses a variable that was set again."""
         at = self._at(node)[0]
         launch = read_launch(words, self.scope, self._place.step, self._place.in_loop)
-        launch.line = at
+        launch.line, launch.files = at, {**self.files}
         for child in assignments:
             assigned = self.scope.word(child.child_by_field_name("value"))
             name = source(child.child_by_field_name("name"))

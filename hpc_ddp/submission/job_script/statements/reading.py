@@ -12,6 +12,7 @@ from hpc_ddp.submission.job_script.bash import syntax
 from hpc_ddp.submission.job_script.bash.scope import Scope
 from hpc_ddp.submission.job_script.bash.syntax import Node, names_set_in, source
 from hpc_ddp.submission.job_script.bash.words import Part, Word
+from hpc_ddp.submission.job_script.bash.written_texts import write_texts
 from hpc_ddp.submission.job_script.conversion import TAKEN, Mark
 from hpc_ddp.submission.job_script.statements.open_commands import extends_launch
 from hpc_ddp.submission.job_script.statements.statement import (
@@ -38,6 +39,8 @@ class Reading:
         text of a ``bash -c``
     child_shells
         each ``( … )`` and ``bash -c`` with a launch, as one statement; the index is its number
+    files
+        the texts of files that commands have written (`written_texts`)
     open_commands
         the assignments, by name, of variables to which a condition or a loop adds words of a
         launch (`open_commands`)
@@ -51,6 +54,7 @@ class Reading:
         self.batch_variables: set[str] = set()
         self.child_shells: list[Statement] = []
         self.open_commands: dict[str, list[Statement]] = {}
+        self.files: dict[str, str] = {}
         self._functions: dict[str, tuple[Node, Statement, Place]] = {}
         self._place = Place()
         self._exports_all = False  # by `set -a`
@@ -97,6 +101,7 @@ class Reading:
             text, self._at(node), in_task=self._place.in_task, shells=self._shells, **attributes
         )
         if not (statement.name or statement.launch or statement.defines):
+            write_texts(node, self.scope, self.files)
             self._forget_changes(statement, node)
         if not (statement.launch or statement.defines or self.scope.arguments_are_set):
             self._settle_arguments(statement)

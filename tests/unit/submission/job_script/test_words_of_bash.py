@@ -10,7 +10,9 @@ import pytest
 
 from hpc_ddp.submission.job_script.bash.counts import fill_parts_in
 from hpc_ddp.submission.job_script.bash.scope import Scope
+from hpc_ddp.submission.job_script.bash.words import literal
 from hpc_ddp.submission.job_script.convert import convert
+from hpc_ddp.submission.job_script.statements.reader import Reader
 
 HERE = Path("/home/me/project")
 PARTS = (".x", "\\$", "/", "-y.", ",z=", "'q r'", '"s t"', '"u$B"', "$B", "${B}", "$A", "\\ ",
@@ -69,3 +71,37 @@ FORMS += ["${X: -1}", "${X:(-2):1}", "${X:0:1}", "${X:1}", "$(echo $X | cut -d: 
 def test_parts_of_values_are_those_of_bash(text: str) -> None:
     expected = of_bash(f"X='{text}'\n" + "".join(f"printf '%s\\0' \"{form}\"\n" for form in FORMS))
     assert [fill_parts_in(form, Scope(texts={"X": text})) for form in FORMS] == expected
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        'echo "a: 1\nb: $B\n" > f',
+        "cat > ./f <<E\na: $B\\$C \"x\" \\\\ '$B'\n  b: ${B}c \\\n d\nE",
+        "cat <<'E' > $PWD/f\na: $B\nE\ncat <<-E >> f\n\tb: $((1 + 2))\nE",
+        "cat <<E | tee f\na\nE\necho -n b | tee -a f > /dev/null",
+        "tee f > /dev/null <<E\na\nE\necho -e 'b\\nc' >> f",
+        "printf 'a: %s\\nb: %d%%\\n' \"$B\" 2 x > f",
+        "printf '%s\\n' a 'b c' >f 2>/dev/null; printf x >&2",
+        "{ echo a; printf b; } > f\n( echo c ) >> f",
+        "mkdir -p x && cat > x/f <<E\na\nE\nchmod 700 x/f",
+        "cat <<< a$B > f",
+        "rm -f g; echo a >> f; echo b >> g; : > h; rm f",
+        "echo a > f; sed -i s/a/b/ f",
+        "echo a > f; date >> f",
+        "[ -e f ] || echo a > f",
+        "if [ -e f ]; then echo a; fi > f",
+        "for n in 1 2; do echo $n >> f; done",
+        "mkdir d; (cd d && echo a > f)",
+    ],
+)
+def test_texts_of_files_are_those_of_bash(script: str, tmp_path: Path) -> None:
+    """Or not known."""
+    reader = Reader(Scope({"PWD": literal(str(tmp_path))}))
+    reader.read(f"B='b c'\n{script}\n")
+    subprocess.run(["bash", "-c", f"B='b c'\n{script}"], cwd=tmp_path, check=True)
+    paths = [path for path in tmp_path.rglob("*") if path.is_file()]
+    written = {path: text for path, text in reader.files.items() if path[0] == "/" and text}
+    is_known = not any(sign in script for sign in ("sed", "date", "[", "for", "cd"))
+    texts = {str(path): path.read_text() for path in paths if path.stat().st_size}
+    assert written == (texts if is_known else {})

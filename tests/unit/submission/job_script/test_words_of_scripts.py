@@ -548,6 +548,16 @@ def of_text(*lines: str) -> Conversion:
           "env": None, "setup": ["export WHO=/x/$MY_API_KEY"]}),
         (("source env.sh", "export MY_PASSWORD=${MY_PASSWORD:-drowssap}", "srun python a.py"),
          {"env-names": ["MY_PASSWORD"], "setup": ["source env.sh"]}),
+        # A configuration that the script writes itself, and changes behind the launch.
+        (("#SBATCH --gpus-per-node=4", "C=$SCRATCH/a.yaml", "cat > $C <<E", "fp16: true",
+          "machine_rank: $SLURM_PROCID", "num_processes: $((SLURM_NNODES * 2))", "E",
+          "echo 'gradient_clipping: 2' >> ${C}", "srun accelerate launch --config_file $C a.py",
+          "echo > $C"),
+         {"nproc-per-node": 2, "env": {"ACCELERATE_MIXED_PRECISION": "fp16",
+                                       "ACCELERATE_GRADIENT_CLIPPING": "2"}}),
+        (("srun bash -c 'echo \"{\\\"mixed_precision\\\": \\\"bf16\\\"}\" | tee /tmp/a.json",
+          "accelerate launch --config_file /tmp/a.json a.py'"),
+         {"env": {"ACCELERATE_MIXED_PRECISION": "bf16"}}),
         # A part of a value that follows from the directives.
         (("#SBATCH --gpus-per-node=a100:4", "N=$((${SLURM_GPUS_PER_NODE#*:} / 2))",
           "srun bash -c \"torchrun --nproc_per_node=$N a.py\""), {"nproc-per-node": 2}),
@@ -835,6 +845,17 @@ def test_each_word_of_a_launch_is_written_or_named(line: str) -> None:
         (
             ("srun --output b bash -c 'python a.py > c'",),
             "its output is in the run's log, not in c and b: hpc-ddp logs",
+        ),
+        (
+            (
+                "echo gradient_clipping: $CLIP > a.yaml",
+                "accelerate launch --config_file a.yaml a.py",
+            ),
+            "not taken over: gradient_clipping of a.yaml: only the job knows ${CLIP}",
+        ),
+        (
+            ("echo num_processes: $N > a.yaml", "srun accelerate launch --config_file a.yaml a.py"),
+            "not taken over: num_processes of a.yaml: only the job knows ${N}",
         ),
         (("srun torchrun_jsc train.py",), "torchrun_jsc is taken to be torchrun"),
     ],

@@ -1,0 +1,213 @@
+"""The texts that commands of a script write into files."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from dataclasses import replace
+
+from hpc_ddp.submission.job_script.bash.counts import whole_number
+from hpc_ddp.submission.job_script.bash.here_documents import as_quoted
+from hpc_ddp.submission.job_script.bash.scope import Scope
+from hpc_ddp.submission.job_script.bash.syntax import (
+    Node,
+    all_below,
+    parse,
+    redirected_command,
+    source,
+)
+from hpc_ddp.submission.job_script.bash.words import Part, Word
+
+# Commands that do not change the files which they name.
+_READING = re.compile(r"echo|printf|cat|head|tail|ls|wc|chmod|grep|stat|test|mkdir|touch")
+_ESCAPES = {"n": "\n", "t": "\t", "\\": "\\"}
+# A list whose later commands may not run.
+_MAY_END = re.compile(r"\[|test\s|!|.*\|\|", re.S)
+# The operator of a redirection of the output.
+_WRITES = re.compile(r"[1&]?(>>?)\|?\s*(?!&)")
+
+
+def path_of(word: Word, folder: str | None) -> str:
+    """Return the path of a file that `word` names, from a `folder`; None for one that is not
+    known."""
+    return os.path.normpath(os.path.join(folder or "", os.path.expanduser(word.text)))
+
+
+def write_texts(node: Node, scope: Scope, texts: dict[str, str]) -> None:
+    """Change `texts`, those of files by their paths (`path_of`), as a statement, `node`, changes
+    the files; a file whose text is not known afterwards is removed. In a text stands a number for
+    code that has one by the `scope`, while other code stays: ``num_machines: 2``, but
+    ``machine_rank: ${SLURM_PROCID}``."""
+    # What the words set, and take to be unset, counts where the statement itself is read.
+    scope = replace(scope, values={**scope.values}, versions=Counter(), defaults=set())
+    _Writer(scope, texts).output_of(node, None)
+
+
+class _Writer:
+    """Follows commands, with the variables of `scope`, as they write into `texts`, by path.
+
+    A method that is named after a type of node, as ``_pipeline``, returns what such a node prints,
+    where it reads `stdin`; None stands for what is not known.
+    """
+
+    def __init__(self, scope: Scope, texts: dict[str, str]) -> None:
+        self._scope, self._texts = scope, texts
+        folder = scope.values.get("PWD")
+        self._folder = folder.text if isinstance(folder, Word) else None
+
+    def output_of(self, node: Node, stdin: str | None) -> str | None:
+        """Return what a node prints. Remove all files that it may write if it is one whose commands
+        may not run, as a condition."""
+        method, body = getattr(self, f"_{node.type}", None), redirected_command(node)
+        if method and not (body.type == "list" and _MAY_END.match(source(body))):
+            return method(node, stdin)  # type: ignore[no-any-return]
+        for inner in all_below(node):
+            if inner.type == "command":
+                self._forget(self._scope.words(inner.named_children))
+            elif inner.type == "file_redirect":
+                self._redirect(inner, None)
+        return None
+
+    def _pipeline(self, node: Node, stdin: str | None) -> str | None:
+        for child in node.named_children:
+            stdin = self.output_of(child, stdin)
+        return stdin
+
+    def _list(self, node: Node, stdin: str | None) -> str | None:
+        outputs = [self.output_of(child, stdin) for child in node.named_children]
+        return None if None in outputs else "".join(map(str, outputs))
+
+    _compound_statement = _subshell = _list
+
+    def _comment(self, node: Node, stdin: str | None) -> str:
+        return ""
+
+    def _redirected_statement(self, node: Node, stdin: str | None) -> str | None:
+        body, *redirects = node.named_children
+        # tree-sitter has what stands behind <<EOT in that node.
+        redirects += [r for document in redirects for r in document.named_children]
+        for redirect in redirects:
+            if redirect.type == "heredoc_redirect":
+                stdin = self._document(redirect)
+            elif redirect.type == "file_redirect" and source(redirect)[:1] == "<":
+                stdin = None
+        if body.type == "list":  # of which the last command is redirected
+            self.output_of(body.named_children[0], None)
+            body = body.named_children[-1]
+        output = self.output_of(body, stdin)
+        for redirect in redirects:
+            if redirect.type == "pipeline":
+                output = self._pipeline(redirect, output)
+            elif redirect.type == "file_redirect":
+                output = self._redirect(redirect, output)
+        return output
+
+    def _redirect(self, node: Node, output: str | None) -> str | None:
+        """Return what is left of a command's `output` behind a redirection."""
+        operator = _WRITES.match(source(node))
+        if operator is None:
+            return output
+        self._write(self._scope.word(node.named_children[-1]), output, operator[1] == ">>")
+        return ""
+
+    def _write(self, file: Word, text: str | None, is_added: bool) -> None:
+        """Note the text that is written into a file, behind the text in it if it `is_added`."""
+        path = path_of(file, self._folder)
+        before = self._texts.pop(path, None if is_added else "")
+        # A file that was there before has a text that is not known.
+        is_known = text is not None and before is not None
+        if is_known and not path.startswith("/dev/"):
+            self._texts[path] = f"{before}{text}" if is_added else f"{text}"
+
+    def _command(self, node: Node, stdin: str | None) -> str | None:
+        nodes = []
+        for child in node.named_children:
+            if child.type == "herestring_redirect":
+                stdin = self._fill_in(self._scope.word(child.named_children[0])) + "\n"
+            elif child.type != "variable_assignment":
+                nodes.append(child)
+        words = self._scope.words(nodes)
+        texts = [self._fill_in(word) for word in words[1:]]
+        name = words[0].text if words else ""
+        if name in ("cd", "pushd"):
+            self._folder = None
+            return ""
+        if name == "echo":
+            return _echo(texts)
+        if name == "printf" and texts:
+            return _printf(*texts)
+        if name == "cat" and not texts:
+            return stdin
+        if name == "tee":
+            for file in (word for word in words[1:] if word.text[:1] != "-"):
+                self._write(file, stdin, "-a" in texts)
+            return stdin
+        self._forget(words)
+        if name == "rm":  # what is added later is the whole text
+            self._texts |= {path_of(word, self._folder): "" for word in words[1:]}
+        return "" if name in (":", "true") else None
+
+    def _forget(self, words: list[Word]) -> None:
+        """Remove the files among the words of a command, unless it only reads them."""
+        if words and not _READING.fullmatch(words[0].text):
+            for word in words:
+                self._texts.pop(path_of(word, self._folder), None)
+
+    def _document(self, node: Node) -> str:
+        """Return the text of a here-document."""
+        parts = {child.type: source(child) for child in node.children}
+        text = parts.get("heredoc_body", "")
+        if source(node).startswith("<<-"):
+            text = re.sub(r"^\t+", "", text, flags=re.M)
+        if parts["heredoc_start"][:1] in "\"'\\":
+            return text
+        assignment = parse(f"X={as_quoted(text)}").named_children[0]
+        return self._fill_in(self._scope.word(assignment.child_by_field_name("value")))
+
+    def _fill_in(self, word: Word) -> str:
+        """Return a word as a text, with numbers in place of code that has one."""
+        numbers = [
+            (p, whole_number(Word((p,)), self._scope) if p.is_code else None) for p in word.parts
+        ]
+        parts = (p if number is None else Part(str(number)) for p, number in numbers)
+        return replace(word, parts=tuple(parts)).script.replace("\\\n", "")
+
+
+def _echo(texts: list[str]) -> str | None:
+    """Return what ``echo`` prints of its arguments."""
+    options = ""
+    while texts and re.fullmatch("-[neE]+", texts[0]):
+        options += texts.pop(0)
+    text = " ".join(texts)
+    end = "" if "n" in options else "\n"
+    text_read = _unescape(text) if "e" in options else text
+    return None if text_read is None else text_read + end
+
+
+def _printf(form: str, *arguments: str) -> str | None:
+    """Return what ``printf`` prints: its `form` again and again, until all `arguments` are used."""
+    pieces = re.split(r"%([sdi%])", form)
+    text, remaining = "", list(arguments)
+    if form[:1] == "-" or any("%" in piece for piece in pieces[::2]):
+        return None
+    while True:
+        for literal_text, conversion in zip(pieces[::2], [*pieces[1::2], ""], strict=True):
+            unescaped = _unescape(literal_text)
+            if unescaped is None:
+                return None
+            text += unescaped + ("%" if conversion == "%" else "")
+            if conversion in ("s", "d", "i"):
+                argument = remaining.pop(0) if remaining else "" if conversion == "s" else "0"
+                if conversion != "s" and not re.fullmatch(r"0|-?[1-9]\d*", argument):
+                    return None
+                text += argument
+        if not remaining or not {"s", "d", "i"} & {*pieces[1::2]}:
+            return text
+
+
+def _unescape(text: str) -> str | None:
+    """Return a text with the characters that its escapes stand for; None for a rare escape."""
+    if any(sign not in _ESCAPES for sign in re.findall(r"\\(.?)", re.sub(r"\\\\", "", text), re.S)):
+        return None
+    return re.sub(r"\\(.)", lambda m: _ESCAPES[m[1]], text)
