@@ -101,12 +101,20 @@ class Reading:
             text, self._at(node), in_task=self._place.in_task, shells=self._shells, **attributes
         )
         if not (statement.name or statement.launch or statement.defines):
-            write_texts(node, self.scope, self.files)
+            self._note_files(statement, node)
             self._forget_changes(statement, node)
         if not (statement.launch or statement.defines or self.scope.arguments_are_set):
             self._settle_arguments(statement)
         self.statements.append(statement)
         return statement
+
+    def _note_files(self, statement: Statement, node: Node) -> None:
+        """Note in `files` what a command or block, `node`, writes, or a function that it calls."""
+        scope = self.scope
+        if statement.first in self._functions:
+            node = syntax.body_of(self._functions[statement.first][0])
+            scope = replace(scope, arguments=statement.words[1:])
+        write_texts(node, scope, self.files)
 
     def _forget_changes(self, statement: Statement, node: Node) -> None:
         """Set the variables that a command or block, `node`, may set as `sets` of its statement,

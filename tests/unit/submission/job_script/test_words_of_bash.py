@@ -87,6 +87,7 @@ def test_parts_of_values_are_those_of_bash(text: str) -> None:
         "mkdir -p x && cat > x/f <<E\na\nE\nchmod 700 x/f",
         "cat <<< a$B > f",
         "rm -f g; echo a >> f; echo b >> g; : > h; rm f",
+        "w() {\n cat > $1 <<E\na: $2\nE\n}\nw f 'x y'",
         "echo a > f; sed -i s/a/b/ f",
         "echo a > f; date >> f",
         "[ -e f ] || echo a > f",
