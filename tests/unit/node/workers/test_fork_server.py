@@ -29,7 +29,11 @@ def _server(**environ: str) -> _Server:
 
 
 @pytest.mark.parametrize(
-    "name", ["RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT", "NCCL_ASYNC", "PMI_ID"]
+    "name",
+    [
+        *("RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT", "NCCL_ASYNC", "PMI_ID"),
+        *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_TIMER_FILE"),
+    ],
 )
 def test_a_workers_own_variables_are_no_reason(name: str) -> None:
     assert _server(A="1")._refusal(COMMAND, {"A": "1", name: "3"}) == ""
