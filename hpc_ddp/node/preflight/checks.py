@@ -318,7 +318,8 @@ def _answer_all(order: Order, place: Place) -> None:
             ports = {node: question["ports"].get(node, order.port) for node in (*peers, place.node)}
             check_partners(place, ports, Path(order.folder), order.secret)
         report(stage="partners")
-        _read_question()
+        if "fit" in _read_question():  # false: torchrun's agents are not started
+            return
         if AttemptEnv.from_env(os.environ).preflight_shell:
             agent_link.pass_dialogue(place, store_socket)
         else:

@@ -169,10 +169,10 @@ def ask_questions(
     the faults that only all answers together show.
 
     The nodes write files into `folder`; with `again` they have other partners. `first_s` is the
-    limit in seconds for the nodes' first messages. Where torchrun's agents take part, `shell` is
-    the process id of the batch script: it gets SIGUSR1 to start them, before the questions that
-    need torch. These are not asked then where a node has failed before. Raises as `Dialogue.wait`
-    and `_needed_bytes`, OSError where the batch script is gone.
+    limit in seconds for the first message of each step. Where torchrun's agents take part, `shell`
+    is the process id of the batch script, else 0: it gets SIGUSR1 to start them, before the
+    questions that need torch, which are asked only if no node has failed before. Raises as
+    `Dialogue.wait` and `_needed_bytes`, OSError where the batch script is gone.
     """
     reports, secret = dialogue.reports, secrets.token_hex(16)
     with listen_on_any_port() as server:
@@ -193,12 +193,24 @@ def ask_questions(
     blame_pairs(reports, "link")
     if spec.gpu_count and spec.fabric != "ethernet":
         blame_fabric(reports)
-    if shell and any(report.faults for report in reports.values()):
-        return
-    if shell:
+    fit = [node for node in fit if not reports[node].faults]
+    if not shell:
+        _ask_about_torch(dialogue, fit, spec, again, None)
+    elif len(fit) == len(reports):
         os.kill(shell, signal.SIGUSR1)
+        # The launch is a step of its own, which may fetch a container and run set-up lines as well.
+        _ask_about_torch(dialogue, fit, spec, again, first_s)
+
+
+def _ask_about_torch(
+    dialogue: Dialogue, nodes: Sequence[str], spec: JobSpec, again: bool, first_s: float | None
+) -> None:
+    """Ask `nodes` for their torch and the speeds between them, and add the faults that the answers
+    show; `again` is as in `ask_questions`. `first_s` is the limit in seconds for the first node,
+    where that is not the stage's own. Raises as `Dialogue.wait`."""
+    reports = dialogue.reports
     dialogue.send()
-    fit = dialogue.wait("torch", [node for node in fit if not reports[node].faults])
+    fit = dialogue.wait("torch", nodes, first_s=first_s)
     blame_torch(reports)
     members = [node for node in fit if not reports[node].faults]
     if len(members) > 1:

@@ -296,6 +296,8 @@ def test_torchruns_agent_answers_the_rest(answer: Answer, monkeypatch: pytest.Mo
     stages = {line["stage"]: line for line in messages if "stage" in line}
     assert [*stages] == ["start", "local", "partners"]
     assert sockets == [stages["local"]["contact"]["store_port"]]
+    answer(ORDER, FIT, {"fit": False})
+    assert len(sockets) == 1
 
 
 def test_a_node_without_torch_measures_nothing(
