@@ -129,7 +129,7 @@ def _start_run(prepared: PreparedRun, fresh: bool) -> backends.StartedRun:
     HpcDdpError, OSError
         as `backends.start`
     UsageError
-        the disk refuses to set checkpoints aside
+        the disk refuses to set checkpoints aside; the run is discarded then
     """
     try:  # before, since a job may start at once
         folders = set_aside(prepared) if fresh else []

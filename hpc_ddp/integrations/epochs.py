@@ -149,9 +149,10 @@ class EpochStop(StopPoint):
         """
         ranks = self._info.world_size
         begun_by = self._own_facts.get("ranks", ranks)
-        if self._own_facts["batches"] and begun_by != ranks:
+        is_begun = epoch == self._own_facts["epoch"] and self._own_facts["batches"]
+        if is_begun and begun_by != ranks:
             self._say(
-                f"WARNING: {begun_by} ranks have begun this epoch, and there are {ranks}"
+                f"WARNING: {begun_by} ranks have begun epoch {epoch}, and there are {ranks}"
                 " now: it begins anew, so that some samples count twice"
             )
             self._own_facts["batches"] = 0

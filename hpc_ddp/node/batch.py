@@ -324,8 +324,8 @@ def give_verdict(environ: dict[str, str]) -> int:
 
 def teardown_time(environ: dict[str, str]) -> int:
     """Return how many seconds, 1 to `TEARDOWN_S`, the user's lines after the training may take;
-    print a time that is less than `TEARDOWN_S`. The lines have to end `VERDICT_S` before the job's
-    time, or a preemption's grace time, is over: with the batch shell the verdict would end."""
+    print a time that is less than that. They have to end `VERDICT_S` before the job's time, or a
+    preemption's, is over, as Slurm says, or else the note of the attempt's start."""
     job = ask_about_job(environ["SLURM_JOB_ID"])
     end_time = job.end_time if job and job.preempted else _end_of(job)
     end = _end_time(environ) if end_time is None else end_time

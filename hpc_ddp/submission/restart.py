@@ -310,9 +310,10 @@ def set_aside(prepared: PreparedRun) -> list[Path]:
         the disk refuses it; checkpoints that were moved before stay aside
     """
     run, array = prepared.run, prepared.spec.array
-    # A run that is no array has no tasks, and is moved itself.
-    runs = [task for task in run.tasks() if array and task.index in array_indexes(array)] or [run]
     try:
+        # A run that is no array has no tasks, and is moved itself.
+        tasks = [task for task in run.tasks() if array and task.index in array_indexes(array)]
+        runs = tasks or [run]
         return [folder for folder in map(checkpoints.set_aside, runs) if folder]
     except OSError as error:
         raise UsageError(

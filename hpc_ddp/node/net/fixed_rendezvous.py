@@ -242,9 +242,10 @@ class FixedRendezvous:
 
 
 def patch_torchrun(index: int, hosts: Sequence[str], secret: bytes) -> None:
-    """Patch torchrun: this node, number `index` of `hosts`, meets the other nodes by
-    `FixedRendezvous`, with any backend that torchrun is asked for. `hosts` are the addresses of the
-    job's nodes, by rank; `secret` is the attempt's."""
+    """Patch torchrun, once in a process, in two places: this node, number `index` of `hosts`, meets
+    the other nodes by `FixedRendezvous`, with any backend that torchrun is asked for; and its agent
+    closes the rendezvous once its workers have ended well (`close_when_done`). `hosts` are the
+    addresses of the job's nodes, by rank; `secret` is the attempt's."""
     from torch.distributed.elastic.rendezvous import registry
 
     close_when_done()

@@ -9,7 +9,8 @@ cancelled      none, for good
 preempted      requeue, without bound unless ``max_requeues`` is given
 time limit     the same, while attempts make progress
 notice         the same (the job got a signal that asks it to stop, and can continue)
-bad node       the same, at most ``max_failures`` times in a row (a preflight has failed)
+bad node       the same, at most ``max_failures`` times in a row (a preflight has failed);
+               failed, and given up, where other nodes would fail it as well
 node lost      the same (a node ended without a word), while workers come to life and,
                where Slurm knows of no lost node, save something new
 stood still    the same (a failure right after all stood still, as in a suspension)
@@ -53,8 +54,11 @@ class Verdict:
 
 
 def decide(facts: AttemptFacts) -> Verdict:
-    """Return the verdict that follows from the facts: its cause, and for some causes a requeue that
-    no bound forbids. Raise KeyError or TypeError for a damaged record."""
+    """Return the verdict that follows from the facts. Its action is as in the module's table: none,
+    a requeue while no bound forbids it (`find_refusal`), or else to give up, with an exit code that
+    is not 0. A script that left its loop early is given up in any case. So is a run whose preflight
+    would fail on other nodes, too: its cause is then `FAILED`, not `BAD_NODE`. Raise KeyError or
+    TypeError for a damaged record."""
     cause = _cause(facts)
     if cause in (Cause.FINISHED, Cause.SUPERSEDED):
         why = f"Slurm has lost {', '.join(facts.lost_nodes)}" if facts.lost_nodes else ""

@@ -234,7 +234,7 @@ def has_ended(run: RunFolder) -> bool:
     or process has ended: rank 0 reports that the run is finished before the script's last lines.
     Without an answer of Slurm, the result is True for a finished run and False for others. A run
     that was only rendered, or whose state is unknown, has not ended. Raise OSError where the
-    journal of the run, or of a task of it, can't be read.
+    journal of the run, or of a task of it, can't be read, and what `Queue.find` raises.
     """
     if run.cancelled.exists():
         return True

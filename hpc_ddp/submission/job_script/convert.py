@@ -104,14 +104,16 @@ def _add_notes(result: Conversion, scope: Scope, missing: set[str]) -> None:
 
 
 def _note_values(result: Conversion, numbers: Mapping[str, int]) -> None:
-    """Add a note to `result` on each set-up line and argument that has the job's id, by which the
-    next job of the run would not find the checkpoints; and on each set-up line that
+    """Add notes to `result` on set-up lines, without those that print or trap errors, and on
+    arguments.
+
+    One is on each line and argument that has the job's id: the next job of the run has another one,
+    and would not find the checkpoints by it. The others are on each line, and on each argument with
+    the number of a task's CPUs, that
 
     - counts the script's tasks, as in its `numbers`, where hpc-ddp's job has one on each node
     - changes the code by git, of which hpc-ddp has a copy by then
     - has a value that is drawn anew at each start, as ``$RANDOM``
-
-    An argument that has the number of CPUs is looked at like a set-up line; prints are not.
     """
     setup = result.lists.get("setup", ())
     lines = [entry for entry in setup if not (PRINTS.match(entry[0]) or _ON_ERROR.match(entry[0]))]

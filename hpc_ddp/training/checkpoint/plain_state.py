@@ -39,8 +39,8 @@ def take_apart(
     ones; numpy's float64, whole numbers and bools become Python's.
 
     Raise HpcDdpError for a named tuple or a defaultdict, which would come back as another type; for
-    a tensor as `_take_tensor` does; and for what ``weights_only`` would refuse to load. `tensors`
-    then has those that come before the refused entry.
+    a set with tensors; for a tensor as `_take_tensor` does; and for what ``weights_only`` would
+    refuse to load. `tensors` then has those that come before the refused entry.
     """
     if isinstance(value, torch.Tensor):
         return _take_tensor(value, place, tensors, devices)
@@ -59,7 +59,11 @@ def take_apart(
         row = [take_apart(entry, f"{place}.{i}", tensors, devices) for i, entry in enumerate(value)]
         return tuple(row) if isinstance(value, tuple) else row
     if isinstance(value, set):
-        return {take_apart(entry, f"{place}.{entry}", tensors, devices) for entry in value}
+        tensors_here: dict[str, torch.Tensor] = {}
+        entries = {take_apart(entry, f"{place}.{entry}", tensors_here, devices) for entry in value}
+        if tensors_here:
+            raise refusal(place, "a set of tensors, which has no order")
+        return entries
     if _is_numpys_equal(value):
         return value.item()
     _check_atom(value, place)

@@ -96,9 +96,14 @@ class Loaded:
     def _put_tensors_back(
         self, is_stage: bool, accepts_settings: bool
     ) -> tuple[set[str], dict[str, Any]]:
-        """Load anew the models that have changed; all models and optimizers if an optimizer has
-        changed. Return the names of the objects that had changed, and all models by name. The
-        arguments and errors are those of `put_back`."""
+        """Load anew the models whose tensors have changed; all models and optimizers if an
+        optimizer's have changed. Return the names of the objects that had changed, and all models
+        by name. The arguments and errors are those of `put_back`.
+
+        The digests of the models, which the next call compares with, become those after this load:
+        a load keeps the type that the script has given to a model, and with another type the
+        digests of the first load would never come back. The reader reads for this rank alone from
+        now on."""
         sums, reader = self._sum_up(), self._checkpoint.reader
         modules = {n: o for n, o in self._objects.items() if isinstance(unwrap(o), torch.nn.Module)}
         changed = {
@@ -115,7 +120,6 @@ class Loaded:
         reader.close_files()
         sums = self._sum_up() if changed else sums
         of_models = {place for place in sums if place.partition(".")[0] in modules}
-        # The script may have given the models another type, which the load keeps.
         self._sums |= {place: sums[place] for place in of_models}
         return changed, modules
 

@@ -202,8 +202,10 @@ class _Packing:
         return [*self.arrived] if len(self.arrived) == len(self.parameters) else []
 
     def fix_order(self, ddp: DistributedDataParallel, order: Sequence[int]) -> bool:
-        """Have DDP pack gradients in `order`, which is a collective, and return True; do nothing
-        and return False if `order` is no permutation of this model's indices, or is empty."""
+        """Have DDP pack gradients in `order`, set the gradients to None (`fix_bucket_order`), and
+        return True: a collective, which raises RuntimeError if a peer is gone. Do nothing and
+        return False if `order` is no permutation of this model's indices, or is empty. `ddp` is one
+        that packs anew (`_packs_anew`)."""
         if not order or sorted(order) != [*range(len(self.parameters))]:
             return False
         fix_bucket_order(ddp, [self.parameters[number] for number in order])

@@ -76,8 +76,15 @@ def test_an_epoch_of_another_number_of_ranks_begins_anew() -> None:
     vars(stop)["_say"] = printed.append
     assert stop.batches_done == 0
     assert stop._begin_epoch(1) == 0
-    assert "4 ranks have begun this epoch, and there are 2 now" in printed[0]
+    assert "4 ranks have begun epoch 1, and there are 2 now" in printed[0]
     assert make_stop(epoch=1, batches=3, ranks=2)._begin_epoch(1) == 3
+    # Of an epoch before it, which is done, nothing begins anew; nor of one behind it.
+    for number, warnings in ((0, 1), (2, 0)):
+        stop, printed = make_stop(epoch=1, batches=3, ranks=4), list[str]()
+        vars(stop)["_say"] = printed.append
+        assert not stop._begin_epoch(number)
+        assert len(printed) == warnings
+        assert not any("ranks have begun" in text for text in printed)
 
 
 def test_each_epoch_has_an_iterator_of_its_own() -> None:

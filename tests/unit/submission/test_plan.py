@@ -23,7 +23,7 @@ from hpc_ddp.core.job.task_folder import make_task
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.submission import backends, plan
 from hpc_ddp.submission.package_files import PACKAGE
-from hpc_ddp.submission.restart import plan_continuation, plan_rerun
+from hpc_ddp.submission.restart import plan_continuation, plan_rerun, set_aside
 from hpc_ddp.submission.run_files import earlier, library, snapshot
 from hpc_ddp.submission.run_files.start_claim import release_start
 from hpc_ddp.submission.settings.config import Layer, Settings
@@ -273,6 +273,22 @@ def test_a_run_of_another_version_is_refused_before_its_library_is_replaced(
     assert (run.lib / "of-then").exists()
     replace(continued, is_fresh=True).write()
     assert not (run.lib / "of-then").exists()
+
+
+def test_checkpoints_that_can_not_be_set_aside_are_a_usage_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then the run that was prepared is discarded, which an OSError would leave."""
+    (tmp_path / "train.py").write_text("")
+    settings = Settings({"script": "train.py"})
+    prepared = plan.plan_new(settings, tmp_path, tmp_path / "runs").write()
+
+    def refuse(run: RunFolder) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(RunFolder, "tasks", refuse)
+    with pytest.raises(UsageError, match="can't be set aside: Permission denied"):
+        set_aside(prepared)
 
 
 @pytest.mark.parametrize("is_taken", [True, False])

@@ -247,7 +247,7 @@ def find_written(tree: Path, packed: Iterable[str]) -> set[str]:
     with suppress(OSError):
         began = tree.with_name(f"{tree.name}.complete").stat().st_mtime_ns
         for path in packed:
-            with suppress(FileNotFoundError):
+            with suppress(FileNotFoundError, NotADirectoryError):  # the job has removed it
                 status = os.lstat(f"{tree}{path}")
                 is_new = stat.S_ISREG(status.st_mode) and status.st_mtime_ns > began
                 if is_new and not path.endswith(".pyc"):

@@ -54,4 +54,4 @@ def run_stage_script(action: str) -> None:
         finally:
             if shell.poll() is None:  # its `rm`, too: with the lock it would hold up a later call
                 os.killpg(shell.pid, signal.SIGKILL)
-                shell.wait()
+                shell.wait(END_S)

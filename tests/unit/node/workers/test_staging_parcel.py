@@ -22,7 +22,7 @@ import pytest
 from hpc_ddp.core.attempt_env import FIRST_STEP
 from hpc_ddp.node.workers.staging import keeper
 from hpc_ddp.node.workers.staging.keeper import Keeper
-from hpc_ddp.node.workers.staging.mirror import MOST_DATA_BYTES, Mirror, mirror_of
+from hpc_ddp.node.workers.staging.mirror import MOST_DATA_BYTES, Mirror, find_written, mirror_of
 from unit.node.workers.test_staging import STAGING, Environment, Stage
 
 KEEP = """
@@ -524,3 +524,14 @@ def test_only_the_first_node_of_an_mpi_packs(
     (stage.run / "logs" / "attempt-0" / "attempt.json").write_text('{"nodes": ["n1", "n2"]}')
     assert keeper.main([str(os.getppid())]) == 0
     assert calls == []
+
+
+def test_what_the_job_has_written_is_found_behind_a_path_that_is_gone(tmp_path: Path) -> None:
+    tree, mark = tmp_path / "tree", tmp_path / "tree.complete"
+    (tree / "opt").mkdir(parents=True)
+    mark.touch()
+    os.utime(mark, (1.0, 1.0))
+    (tree / "opt" / "log.txt").write_text("x")
+    (tree / "opt" / "data").write_text("a file in place of a folder")
+    packed = ["/opt/gone", "/opt/data/x.json", "/opt/log.txt"]
+    assert find_written(tree, packed) == {"/opt/log.txt"}

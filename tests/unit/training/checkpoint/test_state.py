@@ -44,6 +44,8 @@ def shard_of(local: torch.Tensor) -> Any:
         ({(1, 2): 3}, r"a key of x\.value is a builtins\.tuple"),
         ([1, {"a": object()}], r"x\.value\.1\.a is a builtins\.object"),
         (torch.eye(2).to_sparse(), r"x\.value is a tensor of layout torch\.sparse_coo"),
+        ({"seen": {torch.ones(1)}}, r"x\.value\.seen is a set of tensors, which has no order"),
+        ([{(torch.ones(1), 2)}], r"x\.value\.0 is a set of tensors"),
         ({"a@rank": torch.ones(1)}, r"x\.value\.a@rank is a tensor with @rank at the end"),
         ({"a.b": torch.ones(1), "a": {"b": torch.ones(1)}}, "is the second one of this name"),
     ],
