@@ -22,8 +22,10 @@ from hpc_ddp.node.preflight.messages import MARK
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("HPC_DDP_NODE", "n1")
-    run = RunFolder(tmp_path)
-    return SimpleNamespace(run=run, attempt=run.attempt(0), node="n1")
+    attempt = RunFolder(tmp_path).attempt(0)
+    attempt.path.mkdir(parents=True)
+    attempt.secret.write_bytes(b"secret")
+    return SimpleNamespace(attempt=attempt, node="n1")
 
 
 # The two processes of a node: the task of the preflight, and a fork of torchrun's agent.
@@ -31,11 +33,10 @@ SETTING = """
 import os, sys
 from pathlib import Path
 from types import SimpleNamespace
-from hpc_ddp.core.run_folder import RunFolder
+from hpc_ddp.core.job.attempt_folder import AttemptFolder
 from hpc_ddp.node.net.network import listen_on_any_port
 from hpc_ddp.node.preflight import agent_link
-run = RunFolder(Path(sys.argv[1]))
-place = SimpleNamespace(run=run, attempt=run.attempt(0), node="n1")
+place = SimpleNamespace(attempt=AttemptFolder(Path(sys.argv[1])), node="n1")
 """
 TASK = """
 with listen_on_any_port() as store_socket:
@@ -50,7 +51,7 @@ os.write(1, f"{line} {store_socket.getsockname()[1]}\\n".encode())
 
 
 def _start(place: Any, body: str) -> subprocess.Popen[str]:
-    argv = [sys.executable, "-c", SETTING + body, str(place.run.path)]
+    argv = [sys.executable, "-c", SETTING + body, str(place.attempt.path)]
     pipe = subprocess.PIPE
     return subprocess.Popen(argv, stdin=pipe, stdout=pipe, text=True)
 
