@@ -127,7 +127,7 @@ class DryRun:
                 self._train(attempt, environ)
         finally:
             if self.spec.stage:
-                removal.run_stage_script("remove")
+                removal.run_stage_script("tidy")
         goes_on = not self.notified
         facts, verdict = judge_attempt(self.run, attempt, environ, job=None, goes_on=goes_on)
         if verdict.cause == Cause.FAILED and facts.failure and NO_GPU.search(facts.failure.error):

@@ -31,3 +31,30 @@ def test_a_requeued_job_starts_from_the_parcel(hpc: Hpc, tmp_path: Path) -> None
         assert job.output().count(text) == 1, job.output()
     assert [*near.iterdir()] == []
     assert not (job.run.path / "stage").exists()
+
+
+@pytest.mark.more
+def test_a_preempted_job_finds_its_tree_on_the_node(hpc: Hpc, tmp_path: Path) -> None:
+    """It is hidden meanwhile, and goes with the job's end."""
+    (near := tmp_path / "near").mkdir()
+    script = tmp_path / "thrice.py"
+    script.write_text((SCRIPTS / "twice.py").read_text() + LATER)
+    words = ("--stage", "--launcher", "srun", "--python", sys.executable)
+    job = hpc.submit(*words, "--setup", f"export TMPDIR={near}", str(script))
+    job.until((job.run.path / "stage" / "label").exists, "the parcel")
+    trees = []
+    for count in (2, 3):
+        job.preempt()
+        job.until(lambda count=count: job.output().count("prefix ") == count, "a start")
+        trees += [(mark, mark.stat().st_ino) for mark in near.glob("*/*/*.complete")]
+    (tmp_path / "go").touch()
+    assert job.end() == "COMPLETED", job.output()
+    assert len(trees) == 2
+    assert trees[0] == trees[1]
+    assert [*near.iterdir()] == []
+
+
+LATER = """
+while not os.path.exists(os.path.join(os.path.dirname(os.environ["TMPDIR"]), "go")):
+    time.sleep(0.1)
+"""

@@ -560,4 +560,4 @@ def test_an_attempt_that_can_not_go_on_leaves_no_copy(
     )
     with pytest.raises(OSError, match="space"):
         local_run.run_attempt()
-    assert calls == ["remove"]
+    assert calls == ["tidy"]

@@ -20,9 +20,10 @@ REMOVE_S = 20.0  # a disk under load takes some seconds to remove a tree
 
 def leave_tree(is_hurried: bool) -> None:
     """End this node's keeper, and remove the job's tree from this node; the supervisor calls this
-    at its end. With `is_hurried`, after a notice, a tree on a disk is only hidden. The tree stays
-    where another task uses it, or another start of the attempt follows. Without ``--stage``, whose
-    variables are then missing, do nothing. Errors of a disk are passed over."""
+    at its end. With `is_hurried`, after a notice, a tree on a disk is only hidden: the job's next
+    attempt on the node takes it back. The tree stays where another task uses it, or another start
+    of the attempt follows. Without ``--stage``, whose variables are then missing, do nothing.
+    Errors of a disk are passed over."""
     with suppress(KeyError, OSError):
         folder = Path(os.environ[OPENED_FILES]).parent
         is_locked = os.path.samestat(os.fstat(LOCK), folder.stat())
@@ -44,7 +45,7 @@ def _kill_child(pid: int) -> None:
 
 
 def run_stage_script(action: str) -> None:
-    """Run `STAGE_SH` with `action`: ``remove``, ``hide`` or ``clean``. Wait for its end; kill it,
+    """Run `STAGE_SH` with `action`, as ``remove``. Wait for its end; kill it,
     with its children, after `REMOVE_S`. Its exit code does not count, and nothing is raised where
     it can't be started."""
     with suppress(OSError, subprocess.TimeoutExpired):

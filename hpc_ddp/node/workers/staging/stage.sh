@@ -6,7 +6,8 @@
 #   stage.sh bring PYTHON NAME    unpacks part NAME of the run's parcel; its code is 0 for success
 #   stage.sh run PYTHON WORD...   becomes that Python, or PYTHON itself, with these words
 #   stage.sh remove               removes what the job has on this node, unless a task uses it
-#   stage.sh hide                 does so later, except in memory: no task finds it from now on
+#   stage.sh tidy                 does so, but for what is hidden
+#   stage.sh hide                 hides it, except in memory, for the job's next attempt on the node
 #   stage.sh clean                removes what the job has hidden there, and what was left there by
 #                                 any job an hour ago or earlier
 #
@@ -59,7 +60,8 @@ is_private() { [[ $(stat -c '%u %f' "$top" 2>/dev/null) == "$EUID 4"?c0 ]]; }
 find_folder() {
     local place top free memory
     for place in "${places[@]}"; do
-        find_top "$place" && folder=$top/$key && [ -e "$folder/$name.complete" ] && return
+        find_top "$place" && folder=$top/$key &&
+            { [ -e "$folder/$name.complete" ] || take_back; } && return
     done
     memory=$((SLURM_MEM_PER_NODE > 0 ? SLURM_MEM_PER_NODE : SLURM_MEM_PER_CPU * SLURM_CPUS_ON_NODE))
     for place in "${places[@]}"; do
@@ -76,6 +78,14 @@ find_folder() {
     done
     folder='' why='no disk of this node (TMPDIR, /tmp, /dev/shm) has the room, and starts programs'
     return 1
+}
+
+# Gives the folder that an earlier attempt of the job has hidden its name again, if it has the tree.
+take_back() {
+    local hidden
+    for hidden in "$folder".kept.*; do
+        [ -e "$hidden/$name.complete" ] && mv -T "$hidden" "$folder" 2>/dev/null && return
+    done
 }
 
 # Locks the folder to the end of this process, as all do that use it. systemd-tmpfiles leaves a
@@ -181,6 +191,12 @@ find_near() {
     "$near" -I -c '' 2>/dev/null || { why="$near does not start"; return 1; }
 }
 
+# Prints the names of all that is in the tree.
+list_tree() { (cd "$folder/$name" && find . | LC_ALL=C sort); }
+
+# Whether the tree of an earlier attempt has all that was unpacked: a cleaner takes single files.
+is_whole() { [ -z "$(LC_ALL=C comm -23 "$folder/$name.list" <(list_tree) 2>&1)" ]; }
+
 # Unpacks the tree. Its mark comes last; this is the one place that makes it.
 unpack_tree() {
     local file
@@ -191,7 +207,7 @@ unpack_tree() {
     done
     # Python may look for its own library where it was installed, not beside itself.
     cat "${direct[@]}" /dev/null >/dev/null 2>&1
-    [ -z "$why" ] && find_near "$folder/$name" &&
+    [ -z "$why" ] && find_near "$folder/$name" && list_tree >"$folder/$name.list" &&
         echo "$disk $((size / 1000000))" >"$folder/$name.complete" && return
     rm -rf "${folder:?}/$name"
     return 1
@@ -203,7 +219,7 @@ bring() {
     read_label "$1" || { [ "${SLURM_PROCID:-0}" = 0 ] || exit 1; return 1; } # said once
     find_folder $((size + caches_size)) && lock_folder || return
     exec 8>>"$folder/unpacking" && flock 8 || return
-    [ -e "$folder/$name.complete" ] || unpack_tree || return
+    { [ -e "$folder/$name.complete" ] && is_whole; } || unpack_tree || return
     # Code that was compiled for one kind of processor may not run on another.
     processor=$(grep -Em2 '^(model name|flags|Features)' /proc/cpuinfo | cksum)
     if [[ $caches == *"-${processor%% *}-"* && ! -e $folder/compile ]]; then
@@ -282,11 +298,14 @@ start() {
     exec "$program" "$@"
 }
 
-# Removes folder $1 of a job, unless a task uses it. By its new name no task finds it meanwhile. A
-# disk under load takes seconds for that; memory takes none, and other jobs of the node would lack it.
+# Removes folder $1 of a job, or hides it, unless a task uses it. By its new name no task finds it
+# meanwhile. Memory is not kept for a next attempt: other jobs of the node would lack it.
 remove_folder() {
-    { exec 8<"$1" && flock -n 8 && [ "$1" -ef /proc/self/fd/8 ] && mv "$1" "$1.$$" &&
-        { [[ $action == hide && $disk != @(tmpfs|ramfs) ]] || rm -rf "$1.$$"; }
+    local new=$1.$$ keeps=''
+    [[ $action != hide || $disk == @(tmpfs|ramfs) ]] || ! compgen -G "$1/*.complete" >/dev/null ||
+        { new=$1.kept.$$ keeps=yes; }
+    { exec 8<"$1" && flock -n 8 && [ "$1" -ef /proc/self/fd/8 ] && mv "$1" "$new" &&
+        { [ "$keeps" ] || rm -rf "$new"; }
     } 2>/dev/null
     exec 8<&-
 }
@@ -306,7 +325,8 @@ remove() {
 case $action in
     bring) bring "$@" || { say "${why:-$folder fails}; Python starts from where it is" && exit 1; } ;;
     run) start "$@" ;;
-    remove | hide) remove "$key*" ;;
+    remove) remove "$key*" ;;
+    hide | tidy) remove "$key*" ! -name '*.kept.*' ;;
     clean)
         remove "$key.*"
         remove '*' -mmin +60

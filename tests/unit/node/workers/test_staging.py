@@ -299,7 +299,7 @@ def test_tasks_of_a_node_unpack_once(packed: Stage) -> None:
     argv = ["bash", str(packed.script), "bring", str(packed.python), packed.part]
     tasks = [subprocess.Popen(argv, env=packed.environ) for _ in range(3)]
     assert [task.wait(timeout=60) for task in tasks] == [0, 0, 0]
-    assert len([*packed.folder.glob("environment-*")]) == 2  # and its mark
+    assert len([*packed.folder.glob("environment-*")]) == 3  # with its mark and its list
 
 
 def test_the_compile_caches_travel(packed: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -438,3 +438,30 @@ def test_the_system_is_no_part_of_an_environment() -> None:
     outside = ("/usr", "/usr/lib/python3/dist-packages", "/", "relative")
     assert all(map(is_of_system, outside))
     assert not any(map(is_of_system, ("/home/u/env", "/usr/local/lib/python3.11/site-packages")))
+
+
+def test_the_next_attempt_on_a_node_reads_no_parcel_after_a_notice(packed: Stage) -> None:
+    """Its tree is hidden until then. A cleaner may have taken a file of it: then it is read anew."""
+    assert packed.start()[0]
+    tree, part = packed.tree, packed.run / "stage" / packed.part
+    for is_whole in (True, False):
+        packed.call("hide")
+        packed.call("tidy")  # the batch script's end
+        assert not packed.folder.exists()
+        (hidden,) = packed.folder.parent.glob(f"{packed.folder.name}.kept.*")
+        if not is_whole:
+            next(file for file in (hidden / tree.name).rglob("*.py") if file.is_file()).unlink()
+        part.rename(part.with_name("away"))
+        words, text = packed.start()
+        assert ("has taken" in text) is is_whole, text
+        part.with_name("away").rename(part)
+    assert "has taken" in packed.start()[1]
+    packed.call("remove")
+    assert not list(packed.folder.parent.glob("*"))
+
+
+def test_a_hidden_tree_that_no_attempt_takes_back_goes_at_the_next_start(packed: Stage) -> None:
+    assert packed.start()[0]
+    packed.call("hide")
+    packed.call("clean")
+    assert not list(packed.folder.parent.glob("*"))
