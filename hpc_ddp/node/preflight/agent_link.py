@@ -8,15 +8,20 @@ from __future__ import annotations
 
 import hmac
 import os
+import select
 import socket
 import struct
 import sys
 import time
+from contextlib import suppress
 
+from hpc_ddp.core import process
 from hpc_ddp.core.file_io import patiently
 from hpc_ddp.node.net.place import Place
+from hpc_ddp.node.preflight.messages import report
 
-LOOK_EVERY_S = 0.1  # for the preflight's task, while it is not there
+LOOK_EVERY_S = 0.2  # for the preflight's task, while it is not there
+AGENT_S = 2.0  # within which an agent that was killed is gone, its supervisor has seen it
 
 
 def _name(place: Place) -> str:
@@ -34,42 +39,58 @@ def _is_this_user(connection: socket.socket) -> bool:
     return bool(user == os.geteuid())
 
 
-def pass_dialogue(place: Place, store_socket: socket.socket) -> None:
+def pass_dialogue(place: Place, store_socket: socket.socket) -> bool:
     """Wait until a process of this node calls `take_dialogue`, pass this process's stdin and stdout
-    and the `store_socket` to it, and return once it has ended. Raise OSError as `_name`, and where
-    another process has the socket's name."""
+    and the `store_socket` to it, and return True once it has ended the connection. Return False at
+    once if there is a question on stdin before.
+
+    If the other process ends without a word, report that it is ``gone`` with torchrun's agent, its
+    parent; raise ChildProcessError where that still runs. Raise OSError as `_name`, and where
+    another process has the socket's name.
+    """
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(_name(place))
         listener.listen()
-        while True:
+        while sys.stdin not in select.select([listener, sys.stdin], [], [])[0]:
             connection, _ = listener.accept()
             with connection:
                 if _is_this_user(connection):
+                    agent = int(connection.recv(20))
                     files = [sys.stdin.fileno(), sys.stdout.fileno(), store_socket.fileno()]
                     socket.send_fds(connection, [b"\n"], files)
-                    connection.recv(1)  # until the fork's end
-                    return
+                    if not connection.recv(1):
+                        _report_end(agent)
+                    return True
+    return False
 
 
-def take_dialogue(place: Place) -> tuple[socket.socket, socket.socket]:
+def _report_end(agent: int) -> None:
+    """Report that the process `agent`, by its id, is gone; raise ChildProcessError if it runs."""
+    time.sleep(AGENT_S)
+    if process.identity(agent)["began"] is not None:
+        raise ChildProcessError("the process that tests torch has ended without a word")
+    report(gone="torchrun's agent")
+
+
+def take_dialogue(place: Place) -> tuple[socket.socket, socket.socket] | None:
     """Wait until a process of this node calls `pass_dialogue`. Make its stdin and stdout those of
-    this process, and return the connection to it, which has to stay open until the dialogue's end,
-    and the socket for the store. Raise OSError as `_name`."""
+    this process, and return the connection to it and the socket for the store. At the dialogue's
+    end the caller has to send a byte by the connection. Return None if all nodes have been found
+    fit meanwhile. Raise OSError as `_name`."""
     name = _name(place)
-    while True:
+    while not place.attempt.fit.exists():
         connection = socket.socket(socket.AF_UNIX)
-        try:
+        files: list[int] = []
+        with suppress(OSError, ValueError):  # no task yet, or none any more
             connection.connect(name)
-            _, files, _, _ = socket.recv_fds(connection, 1, 3)
-        except OSError:  # no task yet, or none any more
-            files = []
-        if len(files) == 3 and _is_this_user(connection):
-            break
-        for file in files:
-            os.close(file)
+            if _is_this_user(connection):
+                connection.sendall(str(os.getppid()).encode())
+                _, files, _, _ = socket.recv_fds(connection, 1, 3)
+        if len(files) == 3:
+            os.dup2(files[0], 0)
+            os.dup2(files[1], 1)
+            sys.stdin = os.fdopen(0, closefd=False)
+            return connection, socket.socket(fileno=files[2])
         connection.close()
         time.sleep(LOOK_EVERY_S)
-    os.dup2(files[0], 0)
-    os.dup2(files[1], 1)
-    sys.stdin = os.fdopen(0, closefd=False)
-    return connection, socket.socket(fileno=files[2])
+    return None

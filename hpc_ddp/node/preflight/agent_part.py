@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 
 from hpc_ddp.node.net.place import Place
 from hpc_ddp.node.preflight.agent_link import take_dialogue
@@ -19,8 +20,9 @@ FIT, UNFIT, AGAIN = 0, 10, 11  # exit codes of the fork
 
 def await_outcome(place: Place) -> bool:
     """Have forks of this process answer the preflight's questions on torch, one in each round;
-    return whether the training can start. Without an outcome, as after a notice, this waits until
-    the process is killed. The process must not have threads; HPC_DDP_NODE is set."""
+    return whether the training can start. A fork that ends in another way is followed by another
+    one. Without an outcome, as after a notice, this waits until the process is killed. The process
+    must not have threads; HPC_DDP_NODE is set."""
     while True:
         pid = os.fork()
         if not pid:
@@ -36,11 +38,13 @@ def _answer(place: Place) -> None:
     code = AGAIN
     try:
         die_with_parent()
-        connection, store_socket = take_dialogue(place)
-        with connection, store_socket:
-            code = FIT if answer_on_torch(place, store_socket) else UNFIT
-    except EOFError:  # the driver has closed the dialogue
-        pass
+        if dialogue := take_dialogue(place):
+            connection, store_socket = dialogue
+            with suppress(EOFError):  # the driver has closed the dialogue
+                code = FIT if answer_on_torch(place, store_socket) else UNFIT
+            connection.sendall(b"\n")
+        else:
+            code = FIT
     except BaseException:
         sys.excepthook(*sys.exc_info())
     finally:

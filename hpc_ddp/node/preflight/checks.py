@@ -14,9 +14,9 @@ members         the speeds between nodes, by `bandwidth`                        
 fit             none: the preflight is over, and whether the training can start
 ==============  ======================================================================  ============
 
-torchrun's agent imports torch anyway: with HPC_DDP_PREFLIGHT_SHELL it answers the questions from
-``torch`` on (`agent_part`). Else the node's task imports torch once the partners are tested, since
-meanwhile a node would answer them late.
+torchrun's agent imports torch anyway: with HPC_DDP_PREFLIGHT_SHELL it answers from the stage
+``torch`` on (`agent_part`), unless the empty question comes before. Then, as without that variable,
+the node's task imports torch: not before, since meanwhile a node would answer its partners late.
 """
 
 from __future__ import annotations
@@ -295,7 +295,7 @@ def answer_on_torch(place: Place, store_socket: socket.socket) -> bool:
     _set_network(place)
     torch = bandwidth.import_torch()
     while "fit" not in (question := _read_question()):
-        if torch is not None and place.node in question["members"]:
+        if torch is not None and place.node in question.get("members", ()):
             group = bandwidth.Group(**question)
             bandwidth.measure_group(torch, place.node, store_socket, group)
     return bool(question["fit"])
@@ -318,11 +318,9 @@ def _answer_all(order: Order, place: Place) -> None:
             ports = {node: question["ports"].get(node, order.port) for node in (*peers, place.node)}
             check_partners(place, ports, Path(order.folder), order.secret)
         report(stage="partners")
-        if "fit" in _read_question():  # false: torchrun's agents are not started
-            return
-        if AttemptEnv.from_env(os.environ).preflight_shell:
-            agent_link.pass_dialogue(place, store_socket)
-        else:
+        has_agent = AttemptEnv.from_env(os.environ).preflight_shell
+        is_passed = has_agent and agent_link.pass_dialogue(place, store_socket)
+        if not is_passed and "fit" not in _read_question():
             answer_on_torch(place, store_socket)
 
 

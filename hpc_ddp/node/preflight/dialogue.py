@@ -44,6 +44,10 @@ class NoticeError(Exception):
     """A notice has asked the attempt to end; the text is the notice's source."""
 
 
+class AgentLostError(Exception):
+    """torchrun's agent of a node, which took part in the preflight, has ended."""
+
+
 class LaunchError(Exception):
     """Slurm could not start a node's task, and therefore ends the tasks of the other nodes."""
 
@@ -112,12 +116,17 @@ class Dialogue:
                 process.stdin.flush()
 
     def wait(
-        self, stage: str, nodes: Sequence[str], slack: float = 1.0, first_s: float | None = None
+        self,
+        stage: str,
+        nodes: Sequence[str],
+        slack: float = 1.0,
+        first_s: float | None = None,
+        late_is_fault: bool = True,
     ) -> list[str]:
         """Wait until each of `nodes` has completed a stage, can't complete it any more, or is late;
         return those of the nodes that have no fault of any stage. Messages that come meanwhile go
         into `reports`, other lines into the log. A node that has not completed the stage gets a
-        fault, unless it already has a fault.
+        fault, unless it already has a fault, or is only late and `late_is_fault` false.
 
         A node can't complete the stage if its task has ended, or if it has no torch; nodes with
         other faults are still waited for. The time limit is that of `STAGES`, times `slack`, or
@@ -132,6 +141,8 @@ class Dialogue:
             the attempt is asked to end
         LaunchError
             Slurm could not start a node's task; the node has a fault
+        AgentLostError
+            torchrun's agent of a node has ended
         OSError
             the log can't be written
         """
@@ -157,6 +168,9 @@ class Dialogue:
         late = f"{fault} within {time.monotonic() - begin:.0f} s"
         reports = [self.reports[node] for node in nodes]
         for report in reports:
+            is_only_late = not report.has_ended and self._is_running()
+            if is_only_late and not late_is_fault:
+                continue
             if stage not in report.stages and not report.faults:
                 report.faults.append(self._fault_of(report, late))
         return [node for node in nodes if not self.reports[node].faults]
@@ -234,12 +248,14 @@ class Dialogue:
 
     def _add_message(self, text: str) -> None:
         """Add a message, `text` in JSON, to the report of its node; raise NoticeError if it is a
-        notice. A torn message, or one without a known node, is passed over: the stage will be
-        missing in the node's report."""
+        notice, AgentLostError if an agent is ``gone``. A torn message, or one without a known node,
+        is passed over: the stage will be missing in the node's report."""
         with contextlib.suppress(ValueError, KeyError):
             message = json.loads(text)
             if "notice" in message:
                 raise NoticeError(message["notice"])
+            if "gone" in message:
+                raise AgentLostError
             self.reports[message["node"]].add(message)
 
     def close(self, patience_s: float) -> None:

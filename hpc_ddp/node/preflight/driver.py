@@ -46,6 +46,7 @@ from hpc_ddp.node.preflight.blame import (
 )
 from hpc_ddp.node.preflight.dialogue import (
     CHECKS_S,
+    AgentLostError,
     Command,
     Dialogue,
     LaunchError,
@@ -56,6 +57,7 @@ from hpc_ddp.node.preflight.links import has_content
 CLOSE_S = 5.0
 # As `join_timeout` of the rendezvous: nodes that take longer could not train either.
 START_S, START_AFTER_SETUP_S = 600.0, 3600.0
+AGENTS_S = 60.0  # for the first agent, which has to import torch
 NEEDED_BYTES = 100 << 20  # in the run folder, as long as the size of a checkpoint is not known
 
 
@@ -86,7 +88,7 @@ def examine_nodes(
         """Test all nodes once, and return their reports, as `_ask_and_close` does."""
         dialogue = Dialogue(nodes, commands, read_notice, log)
         first_s = start_limit(spec, env)
-        return _ask_and_close(dialogue, spec, run, first_reports, first_s, env.preflight_shell)
+        return _ask_and_close(dialogue, spec, run, first_reports, first_s, env)
 
     try:
         reports = test_nodes(None)
@@ -109,15 +111,15 @@ def _ask_and_close(
     run: RunFolder,
     first_reports: Reports | None,
     first_s: float,
-    shell: int,
+    env: AttemptEnv,
 ) -> Reports:
     """Call `ask_questions`, with a new folder in the run; then end the dialogue, remove the folder,
     and return the reports. Where no second test follows, tell the nodes before whether they are
-    fit.
+    fit; if they are, make the attempt's file ``fit``.
 
     `first_reports` are those of the first test in the second, in which nodes have other partners;
-    what only one of the two has found becomes a note. `first_s` and `shell` are as in
-    `ask_questions`. A LaunchError only ends the questions early; other errors of `ask_questions`
+    what only one of the two has found becomes a note. `first_s` is as in `ask_questions`, `env` has
+    the attempt. A LaunchError only ends the questions early; other errors of `ask_questions`
     are raised, and OSError where the folder can't be made.
     """
     folder = run.path / f".preflight-{secrets.token_hex(8)}"
@@ -126,11 +128,14 @@ def _ask_and_close(
         folder.mkdir(mode=0o700)
         with contextlib.suppress(LaunchError):
             again = first_reports is not None
-            ask_questions(dialogue, spec, run, folder, again, first_s, shell)
+            ask_questions(dialogue, spec, run, folder, again, first_s, env.preflight_shell)
         if first_reports is not None:
             drop_unconfirmed(first_reports, dialogue.reports)
         if first_reports is not None or not has_doubt(dialogue.reports):
-            dialogue.send(fit=outcome(dialogue.reports)["ok"])
+            is_fit = outcome(dialogue.reports)["ok"]
+            if is_fit and env.preflight_shell:
+                env.attempt_folder.fit.touch()  # for agents that the word does not reach
+            dialogue.send(fit=is_fit)
     except NoticeError:
         patience_s = 0.5  # the attempt has little time left
         raise
@@ -169,10 +174,10 @@ def ask_questions(
     the faults that only all answers together show.
 
     The nodes write files into `folder`; with `again` they have other partners. `first_s` is the
-    limit in seconds for the first message of each step. Where torchrun's agents take part, `shell`
-    is the process id of the batch script, else 0: it gets SIGUSR1 to start them, before the
-    questions that need torch, which are asked only if no node has failed before. Raises as
-    `Dialogue.wait` and `_needed_bytes`, OSError where the batch script is gone.
+    limit in seconds for the nodes' first messages. Where torchrun's agents take part, `shell` is
+    the process id of the batch script, else 0: it gets SIGUSR1 to start them, before the questions
+    that need torch, which are asked only if no node has failed before. Raises as `Dialogue.wait`
+    and `_needed_bytes`, OSError where the batch script is gone.
     """
     reports, secret = dialogue.reports, secrets.token_hex(16)
     with listen_on_any_port() as server:
@@ -194,23 +199,23 @@ def ask_questions(
     if spec.gpu_count and spec.fabric != "ethernet":
         blame_fabric(reports)
     fit = [node for node in fit if not reports[node].faults]
-    if not shell:
-        _ask_about_torch(dialogue, fit, spec, again, None)
-    elif len(fit) == len(reports):
-        os.kill(shell, signal.SIGUSR1)
-        # The launch is a step of its own, which may fetch a container and run set-up lines as well.
-        _ask_about_torch(dialogue, fit, spec, again, first_s)
+    if not shell or len(fit) == len(reports):
+        _ask_about_torch(dialogue, fit, spec, again, shell)
 
 
 def _ask_about_torch(
-    dialogue: Dialogue, nodes: Sequence[str], spec: JobSpec, again: bool, first_s: float | None
+    dialogue: Dialogue, nodes: Sequence[str], spec: JobSpec, again: bool, shell: int
 ) -> None:
     """Ask `nodes` for their torch and the speeds between them, and add the faults that the answers
-    show; `again` is as in `ask_questions`. `first_s` is the limit in seconds for the first node,
-    where that is not the stage's own. Raises as `Dialogue.wait`."""
+    show. `again` and `shell` are as in `ask_questions`; so are the errors, but for that of
+    `_needed_bytes`."""
     reports = dialogue.reports
-    dialogue.send()
-    fit = dialogue.wait("torch", nodes, first_s=first_s)
+    if shell:
+        os.kill(shell, signal.SIGUSR1)
+        # Slurm 20.11 starts no step of a job that shares GPUs or memory with one that runs.
+        dialogue.wait("torch", nodes, first_s=AGENTS_S, late_is_fault=False)
+    dialogue.send()  # now a node without an answer imports torch by itself
+    fit = dialogue.wait("torch", nodes)
     blame_torch(reports)
     members = [node for node in fit if not reports[node].faults]
     if len(members) > 1:
@@ -275,7 +280,8 @@ def main(argv: list[str]) -> int:
     Where the environment names no attempt, in an allocation, the next attempt is claimed. After a
     notice the code is 1: SIGTERM, SIGINT or SIGHUP, which this process handles from now on, or the
     attempt's file ``notice``. SIGUSR1 says that torchrun's agents, which take part, have ended: the
-    process then exits with 1, and the attempt's records say why. HpcDdpErrors and OSErrors are
+    process then exits with 1, as after an AgentLostError, and the attempt's records say why.
+    HpcDdpErrors and OSErrors are
     printed, and journalled as the outcome.
     Raises KeyError without attempt and allocation, KeyError or ValueError for a damaged file of the
     attempt.
@@ -299,6 +305,8 @@ def main(argv: list[str]) -> int:
         fields = examine_nodes(
             run, nodes, commands, lambda: signals[0] if signals else read_word(attempt.notice)
         )
+    except AgentLostError:
+        return 1  # the attempt's records say why
     except (HpcDdpError, OSError) as error:  # no answer of Slurm, no srun, a full disk
         why = f"the preflight could not be made: {error}"
         fields = _fields_without_blame(why) | {"seconds": 0.0}

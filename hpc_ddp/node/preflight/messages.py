@@ -10,6 +10,7 @@ They need neither the shared disk nor a link between nodes. A message may have s
 ``fault``    a check that the node has failed, with ``why``
 ``trouble``  a partner, with ``check``, ``why`` and perhaps ``turn`` or ``late``
 ``notice``   a signal that asks the attempt to end
+``gone``     torchrun's agent has ended, which was to answer
 ===========  ==================================================================
 """
 

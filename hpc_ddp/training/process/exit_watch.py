@@ -24,10 +24,11 @@ _watcher: threading.Thread | None = None  # one per process
 
 
 def watch_exit(is_stop: bool) -> None:
-    """Start a thread that ends this process with 0, and prints the reason, if the script's main
-    thread has ended and other threads go on: for `STOPPED_S` after a stop (`is_stop`), else for
-    `IDLE_S` in which the process has no children and uses less than `BUSY_SHARE` of a processor. A
-    second call starts no thread, but may tell the first one's of a stop."""
+    """Start a thread that ends this process, and prints the reason, if the script's main thread has
+    ended and threads that are no daemons go on: for `STOPPED_S` after a stop (`is_stop`), else for
+    `IDLE_S` in which the process has no children and uses less than `BUSY_SHARE` of a processor.
+    The exit code is 1 after an exception of the script's, else 0: that of a ``sys.exit(n)`` is not
+    known. A second call starts no thread, but may tell the first one's of a stop."""
     global _watcher
     if is_stop:
         _stopped.set()
@@ -46,11 +47,13 @@ def _watch() -> None:
     idle_since, cpu_s = time.monotonic(), time.process_time()
     while time.monotonic() < idle_since + limit_s:
         time.sleep(limit_s / 10)
+        names = [t.name for t in threading.enumerate() if not t.daemon and t is not main]
+        if not names:  # the exit goes on: its functions may take their time
+            return
         is_busy = time.process_time() - cpu_s > BUSY_SHARE * limit_s
         if not is_stop and (is_busy or children_by_parent().get(os.getpid())):
             idle_since, cpu_s = time.monotonic(), time.process_time()
-    names = [t.name for t in threading.enumerate() if not t.daemon and t is not main]
     say(f"the script has ended, but not its thread {', '.join(names)}: the process is ended")
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)
+    os._exit(1 if getattr(sys, "last_value", None) else 0)

@@ -41,23 +41,25 @@ place = SimpleNamespace(attempt=AttemptFolder(Path(sys.argv[1])), node="n1")
 TASK = """
 with listen_on_any_port() as store_socket:
     print(store_socket.getsockname()[1], flush=True)
-    agent_link.pass_dialogue(place, store_socket)
+    print(agent_link.pass_dialogue(place, store_socket))
 """
 AGENT = """
 connection, store_socket = agent_link.take_dialogue(place)
 line = sys.stdin.readline().strip()
 os.write(1, f"{line} {store_socket.getsockname()[1]}\\n".encode())
 """
+# A dialogue of the right form ends with a byte.
+IN_ORDER, CRASH = "connection.sendall(b'.')\n", "os._exit(9)\n"
 
 
 def _start(place: Any, body: str) -> subprocess.Popen[str]:
     argv = [sys.executable, "-c", SETTING + body, str(place.attempt.path)]
     pipe = subprocess.PIPE
-    return subprocess.Popen(argv, stdin=pipe, stdout=pipe, text=True)
+    return subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
 
 
 def test_a_process_takes_the_dialogue_and_the_socket(place: Any) -> None:
-    with _start(place, AGENT) as agent, _start(place, TASK) as task:
+    with _start(place, AGENT + IN_ORDER) as agent, _start(place, TASK) as task:
         assert task.stdin is not None
         assert task.stdout is not None
         port = task.stdout.readline().strip()
@@ -65,6 +67,34 @@ def test_a_process_takes_the_dialogue_and_the_socket(place: Any) -> None:
         task.stdin.flush()
         assert task.stdout.readline() == f"a question {port}\n"
         assert (agent.wait(60), task.wait(60)) == (0, 0)
+        assert task.stdout.read() == "True\n"
+
+
+def test_a_task_answers_by_itself_where_a_question_comes_before_the_agent(place: Any) -> None:
+    with _start(place, TASK) as task:
+        assert task.stdout is not None
+        assert task.stdout.readline()
+        output, _ = task.communicate("{}\n", timeout=60)
+        assert (task.returncode, output) == (0, "False\n")
+
+
+@pytest.mark.parametrize("is_gone", [False, True])
+def test_a_fork_that_crashes_is_a_fault_unless_its_agent_is_gone(place: Any, is_gone: bool) -> None:
+    """The agent is this process."""
+    patch = "agent_link.AGENT_S = 0\nagent_link.process.identity = lambda pid: {'began': None}\n"
+    patch = patch if is_gone else "agent_link.AGENT_S = 0\n"
+    with _start(place, AGENT + CRASH) as agent, _start(place, patch + TASK) as task:
+        output, errors = task.communicate("a question\n", timeout=60)
+        assert agent.wait(60) == 9
+    assert task.returncode == (0 if is_gone else 1), errors
+    assert ('"gone": "torchrun\'s agent"' in output) is is_gone
+    assert ("has ended without a word" in errors) is not is_gone
+
+
+def test_no_dialogue_follows_once_all_nodes_are_fit(place: Any) -> None:
+    place.attempt.fit.touch()
+    assert agent_link.take_dialogue(place) is None
+    assert agent_part.await_outcome(place)
 
 
 def test_another_user_gets_no_dialogue(place: Any) -> None:
@@ -77,10 +107,12 @@ def test_another_user_gets_no_dialogue(place: Any) -> None:
             assert stranger.recv(10) == b""
         with _connect(place) as agent:
             assert agent_link._is_this_user(agent)
+            agent.sendall(b"1")
             _, files, _, _ = socket.recv_fds(agent, 1, 3)
             for file in files:
                 os.close(file)
             assert len(files) == 3
+            agent.sendall(b".")
         assert task.wait(60) == 0
 
 

@@ -287,8 +287,11 @@ def test_a_node_without_a_further_question_leaves(answer: Answer, count: int) ->
 def test_torchruns_agent_answers_the_rest(answer: Answer, monkeypatch: pytest.MonkeyPatch) -> None:
     sockets: list[int] = []
 
-    def pass_dialogue(place: Place, store_socket: socket.socket) -> None:
+    answers = iter([True, False, False])
+
+    def pass_dialogue(place: Place, store_socket: socket.socket) -> bool:
         sockets.append(store_socket.getsockname()[1])
+        return next(answers)
 
     monkeypatch.setattr(agent_link, "pass_dialogue", pass_dialogue)
     monkeypatch.setenv("HPC_DDP_PREFLIGHT_SHELL", "77")
@@ -296,8 +299,8 @@ def test_torchruns_agent_answers_the_rest(answer: Answer, monkeypatch: pytest.Mo
     stages = {line["stage"]: line for line in messages if "stage" in line}
     assert [*stages] == ["start", "local", "partners"]
     assert sockets == [stages["local"]["contact"]["store_port"]]
-    answer(ORDER, FIT, {"fit": False})
-    assert len(sockets) == 1
+    for question, last in (({"fit": False}, "partners"), ({}, "torch")):  # it does not come
+        assert answer(ORDER, FIT, question)[-1]["stage"] == last
 
 
 def test_a_node_without_torch_measures_nothing(

@@ -50,16 +50,19 @@ class Scripted:
         self.stages = stages
         self.questions: list[dict[str, Any]] = []
         self.waits: list[str] = []
-        self.limits: dict[str, float | None] = {}
 
     def send(self, **question: Any) -> None:
         self.questions.append(question)
 
     def wait(
-        self, stage: str, nodes: Sequence[str], slack: float = 1.0, first_s: float | None = None
+        self,
+        stage: str,
+        nodes: Sequence[str],
+        slack: float = 1.0,
+        first_s: float | None = None,
+        late_is_fault: bool = True,
     ) -> list[str]:
         self.waits.append(f"{stage} {' '.join(nodes)}")
-        self.limits[stage] = first_s
         for node in nodes:
             message: dict[str, Any] = {"stage": stage}
             if stage == "local":
@@ -139,11 +142,9 @@ def test_the_batch_script_starts_the_agents_of_nodes_that_are_fit_so_far(
 ) -> None:
     signals: list[tuple[int, int]] = []
     monkeypatch.setattr(driver.os, "kill", lambda *words: signals.append(words))  # type: ignore[attr-defined]
-    stages = ("start", "local", "partners", "torch", "exchange")
+    stages = ("start", "local", "partners", "torch", "torch", "exchange")
     dialogue = _converse(run, "n1", "n2", shell=77)
     assert dialogue.waits == [f"{stage} n1 n2" for stage in stages]
-    assert dialogue.limits["torch"] == dialogue.limits["start"] == driver.START_S
-    assert _converse(run, "n1", "n2").limits["torch"] is None
     assert signals == [(77, signal.SIGUSR1)]
     fault = {"n2": {"fault": "tmpdir", "why": "full"}}
     dialogue = _converse(run, "n1", "n2", shell=77, local=fault)

@@ -441,7 +441,7 @@ def test_the_system_is_no_part_of_an_environment() -> None:
 
 
 def test_the_next_attempt_on_a_node_reads_no_parcel_after_a_notice(packed: Stage) -> None:
-    """Its tree is hidden until then. A cleaner may have taken a file of it: then it is read anew."""
+    """Its tree is hidden until then; if a cleaner has taken a file of it, it is read anew."""
     assert packed.start()[0]
     tree, part = packed.tree, packed.run / "stage" / packed.part
     for is_whole in (True, False):
@@ -452,7 +452,7 @@ def test_the_next_attempt_on_a_node_reads_no_parcel_after_a_notice(packed: Stage
         if not is_whole:
             next(file for file in (hidden / tree.name).rglob("*.py") if file.is_file()).unlink()
         part.rename(part.with_name("away"))
-        words, text = packed.start()
+        text = packed.start()[1]
         assert ("has taken" in text) is is_whole, text
         part.with_name("away").rename(part)
     assert "has taken" in packed.start()[1]
