@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.job.option_declaration import key_of
-from hpc_ddp.core.job.slurm_options import SBATCH_REFUSED, SRUN_SETTLED, split_raw
+from hpc_ddp.core.job.slurm_options import NODE_BY_NODE, SBATCH_REFUSED, SRUN_SETTLED, split_raw
 from hpc_ddp.core.job.slurm_values import array_indexes, check_time_min, parse_signal, parse_time
 from hpc_ddp.core.job.sweep import check_sweep
 from hpc_ddp.core.job.variables import OF_USERS, SECRET_NAME, URL_WITH_PASSWORD, names_in
@@ -208,8 +208,8 @@ def _check_step_options(spec: JobSpec) -> None:
     itself, for one of srun's that `split_raw` refuses, and for mpirun's that can't be split into
     words."""
     for raw in spec.srun:
-        name, _ = split_raw(raw, "srun", "--gpu-bind=closest")
-        if name in SRUN_SETTLED:
+        name, text = split_raw(raw, "srun", "--gpu-bind=closest")
+        if name in SRUN_SETTLED and not (name == "distribution" and NODE_BY_NODE.fullmatch(text)):
             raise UsageError(
                 f"srun option --{name} is set by hpc-ddp; accepted: others of srun's",
                 hint=f"in its place: {SRUN_SETTLED[name]}",

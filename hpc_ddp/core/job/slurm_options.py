@@ -57,10 +57,13 @@ SRUN_SETTLED = {
     **dict.fromkeys(("output", "error", "label"), "nothing: `hpc-ddp logs --rank` has each rank's"),
     **dict.fromkeys(("overlap", "exclusive"), "nothing: the step has all that the job has"),
     **dict.fromkeys(
-        ("distribution", "kill-on-bad-exit", "no-kill", "wait"),
+        ("kill-on-bad-exit", "no-kill", "wait"),
         "nothing: the launcher relies on the value that it has",
     ),
+    "distribution": "block, or block:…, since ranks go node by node",
 }
+# Distributions of tasks over the nodes, one node after the other; the rest is of a node's CPUs.
+NODE_BY_NODE = re.compile(r"(block|\*)([:,].*)?", re.I)
 # Options of sbatch that are refused: what each does, and what to use instead.
 SBATCH_REFUSED = {
     "no-kill": (

@@ -38,6 +38,7 @@ _INSTEAD = {
     "no-requeue": '--max-requeues 0; for the site\'s default: without = ["--requeue"]',
     "requeue": "--continue-by requeue",
     "container-image": "--image alone",
+    "distribution": "block, or block:…, since ranks go node by node",
 }
 # The job does not work without these.
 _NEEDED = ("job-name", "nodes", "ntasks-per-node", "output", "open-mode", "signal", "no-kill")
@@ -77,6 +78,15 @@ def check_effect(spec: JobSpec, header: Sequence[Pair], srun: Sequence[Pair]) ->
             f"{name} stands within a text; accepted: an argument that is ${{{name}}} alone",
             hint=f"train.py '${{{name}}}'",
         )
+
+
+def check_inherited(spec: JobSpec, header: Sequence[Pair], srun: Sequence[Pair]) -> None:
+    """Refuse an option of sbatch that the step would inherit (`header`, also from variables of this
+    shell), if an option of the step's srun goes before it. Raise UsageError, with what to use
+    instead; two options of the user's may differ."""
+    names = {name for name, _ in srun}
+    inherited = [pair for pair in header if pair[0] in names]
+    _check_pairs("sbatch", inherited, srun, [*inherited, *as_pairs(spec.srun)])
 
 
 def _check_variables(spec: JobSpec) -> None:
@@ -119,6 +129,9 @@ def find_ineffective(spec: JobSpec) -> list[str]:
             f"the notice comes {limit_s // 10} s before the end, and not {spec.warn_s}: in the last"
             " tenth of the time; --time for more"
         )
+    distribution = dict(as_pairs(spec.sbatch, SBATCH)).get("distribution", "")
+    if ":" in distribution and spec.step_command != "srun":
+        warnings.append(f"--distribution={distribution}: {spec.step_command} has its own")
     warnings += _line_warnings((*spec.setup, *spec.node_setup), spec.launcher)
     # --gres asks for other things, too; --gpus, --gpus-per-node and the like for GPUs alone.
     requests = [

@@ -12,7 +12,7 @@ from hpc_ddp.core.attempt_env import installed_python, options_of_variables
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.job.checks import mpirun_words
 from hpc_ddp.core.job.options import JobSpec
-from hpc_ddp.core.job.slurm_options import as_pairs
+from hpc_ddp.core.job.slurm_options import NODE_BY_NODE, as_pairs
 from hpc_ddp.core.job.sweep import trial_args
 from hpc_ddp.core.job.variables import (
     OF_FIRST_JOB,
@@ -26,7 +26,12 @@ from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.slurm_text import parse_options
 from hpc_ddp.submission.script import container, template
 from hpc_ddp.submission.script.directives import header_pairs, output_file, output_word, sbatch_line
-from hpc_ddp.submission.script.effect import check_effect, find_unused_words, keep_options
+from hpc_ddp.submission.script.effect import (
+    check_effect,
+    check_inherited,
+    find_unused_words,
+    keep_options,
+)
 from hpc_ddp.submission.script.shell_lines import check_shell_lines
 from hpc_ddp.submission.script.torchrun import torchrun_options
 from hpc_ddp.submission.settings.fabric_profiles import fabric_env
@@ -36,8 +41,11 @@ from hpc_ddp.submission.settings.fabric_profiles import fabric_env
 WAIT_S = 0
 
 
-def step_options(spec: JobSpec) -> list[str]:
+def step_options(spec: JobSpec, header: Sequence[tuple[str, str]]) -> list[str]:
     """Return the options of srun for the step, ``--name=value``, without those for its size.
+
+    Where each task is a worker, ranks go node by node, as under torchrun: by the job's own
+    ``--distribution``, of `header`, if it does that, since an option of srun goes before it.
 
     With ``--overlap`` the step shares the job's CPUs with steps that run already (a `srun --pty
     bash`, a preflight whose end Slurm is still cleaning up): else srun would wait for them without
@@ -47,7 +55,10 @@ def step_options(spec: JobSpec) -> list[str]:
     # A failed task must not end an elastic step: the supervisors end it, where it has to end.
     end = ["--kill-on-bad-exit=0", "--no-kill"] if spec.elastic else ["--kill-on-bad-exit=1"]
     mpi = ["--mpi=none"] if spec.launcher == "torchrun" else []
-    return [*end, f"--wait={WAIT_S}", "--overlap", *mpi]
+    of_job = dict(header).get("distribution", "")
+    distribution = of_job if NODE_BY_NODE.fullmatch(of_job) else "block"
+    order = [] if spec.launcher == "torchrun" else [f"--distribution={distribution}"]
+    return [*order, *end, f"--wait={WAIT_S}", "--overlap", *mpi]
 
 
 def program_words(spec: JobSpec, run: RunFolder, script: Path) -> list[str]:
@@ -150,11 +161,13 @@ class Rendering:
         self.environment = job_env(spec)
         self.entry = container.make_entry(spec, run.whole, code)
         header = header_pairs(spec, run, self.entry.sbatch)
-        srun = as_pairs((*step_options(spec), *spec.srun, *self.entry.srun))
-        check_effect(spec, header, srun)
-        check_shell_lines(spec)
         self.header = keep_options(spec, header)
         self.header += options_of_variables(os.environ, dict(self.header))
+        of_step = as_pairs(step_options(spec, self.header))
+        srun = [*of_step, *as_pairs((*spec.srun, *self.entry.srun))]
+        check_effect(spec, header, srun)
+        check_inherited(spec, self.header, srun)
+        check_shell_lines(spec)
         self.srun = [word for word in spec.srun if keep_options(spec, as_pairs([word]))]
         env = (*fabric_env(spec.fabric), *spec.env)
         self._unused_words = find_unused_words(spec, [*header, *as_pairs(spec.srun)], env)
@@ -204,7 +217,7 @@ class Rendering:
             "mpirun": mpirun_words(spec.mpirun),
             "srun": container.join_lists((*self.srun, *self.entry.srun)),
             "without": spec.without,
-            "step_options": step_options(spec),
+            "step_options": step_options(spec, self.header),
             "torchrun_options": torchrun_options(spec),
             "script": str(script),
             "program": program_words(spec, run, script),

@@ -8,10 +8,10 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from hpc_ddp.core.job.slurm_options import SHORT_OPTIONS, SRUN
+from hpc_ddp.core.job.slurm_options import NODE_BY_NODE, SHORT_OPTIONS, SRUN
 from hpc_ddp.submission.job_script.bash.scope import Scope
 from hpc_ddp.submission.job_script.bash.words import Part, Word, join_words, literal
-from hpc_ddp.submission.job_script.conversion import LOST, NO_COMPONENTS
+from hpc_ddp.submission.job_script.conversion import LOST, NO_COMPONENTS, OURS
 from hpc_ddp.submission.job_script.launchers.launch import Launch
 from hpc_ddp.submission.job_script.launchers.options import FLAGS, Options, is_launcher, option_name
 
@@ -23,9 +23,9 @@ _SRUN_USES = {
     "ntasks": "#tasks",
     "ntasks-per-node": "#tasks_per_node",
     "cpus-per-task": "#cpus",
-    "het-group": "later",
+    "het-group|distribution": "later",
     "multi-prog|input": "lost",
-    "distribution|output|error|label|jobid|overlap|kill-on-bad-exit|no-kill|wait|exact"
+    "output|error|label|jobid|overlap|kill-on-bad-exit|no-kill|wait|exact"
     "|nodelist|relative|partition|account|time|job-name|mem|gres|gpus|gpus-per-(node|task)"
     "|unbuffered|quiet|verbose|exclusive": "ours",
     ".*": "+srun",
@@ -132,6 +132,11 @@ def read_srun(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
     if group := launch.options.get("het-group"):
         text = f"{NO_COMPONENTS}: write this component's nodes = N, gpus-per-node = N"
         launch.mark(group[1], LOST, f"srun --het-group: {text}")
+    order, at = launch.options.get("distribution", (None, 0))
+    if order and order.text.lower() != "block" and NODE_BY_NODE.fullmatch(order.text):
+        launch.add("srun", join_words("--distribution=", order))  # of a node's CPUs
+    elif order:
+        launch.mark(at, OURS, "srun --distribution")
     if "image" in launch.settings:
         launch.settings["container-tool"] = [literal("pyxis", words[0].line)]
     return remaining

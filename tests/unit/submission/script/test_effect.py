@@ -13,6 +13,7 @@ import pytest
 from hpc_ddp.core.attempt_env import AttemptEnv, variable
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.job.options import JobSpec
+from hpc_ddp.core.job.slurm_options import SBATCH
 from hpc_ddp.core.job.variables import OF_USERS
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node import child_process
@@ -117,6 +118,38 @@ def test_no_option_of_ours_for_srun_overrides_the_users(launcher: str) -> None:
         for word in (f"--{name}=x", f"--{name[:-1]}=x"):
             with pytest.raises(UsageError, match=r"is set by hpc-ddp|is a beginning of"):
                 _rendering(launcher=launcher, srun=(word,))
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "srun"])
+def test_no_option_of_the_step_goes_before_one_of_the_job(launcher: str) -> None:
+    shape: dict[str, Any] = {"launcher": launcher, "nodes": 2}
+    block = _rendering(**shape).block("step")
+    options = block[block.index("_srun_options=(") : block.index("\n)\n")]
+    # The step has --cpus-per-task of the job.
+    names = {*re.findall(r"--([a-z-]+)", options)} & {*SBATCH.split()} - {"cpus-per-task"}
+    for name in names:
+        with pytest.raises(UsageError):
+            _rendering(**shape, sbatch=(f"--{name}=x",)).block("step")
+
+
+def test_a_distribution_of_the_job_holds_for_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    def distributions(**values: Any) -> list[str]:
+        step = _rendering(launcher="srun", nodes=2, **values).block("step")
+        return re.findall(r"--distribution=[^\s']*", step)
+
+    assert distributions() == ["--distribution=block"]
+    for text in ("block:block", "*:cyclic", "block:cyclic:block,NoPack"):
+        assert distributions(sbatch=(f"--dist={text}",)) == [f"--distribution={text}"]
+        # An option of the step goes before it, as in Slurm.
+        assert distributions(srun=(f"--distribution={text}",))[-1] == f"--distribution={text}"
+    both = {"sbatch": ("--distribution=block:block",), "srun": ("--distribution=block:cyclic",)}
+    assert distributions(**both)[-1] == "--distribution=block:cyclic"
+    for text in ("cyclic", "plane=2", "arbitrary"):
+        with pytest.raises(UsageError, match="=block comes after it") as raised:
+            distributions(sbatch=(f"--distribution={text}",))
+        assert "block:…" in (raised.value.hint or "")
+    monkeypatch.setenv("SBATCH_DISTRIBUTION", "block:fcyclic")
+    assert distributions() == ["--distribution=block:fcyclic"]
 
 
 def test_no_option_of_ours_for_torchrun_overrides_the_users() -> None:
@@ -250,6 +283,8 @@ def test_an_array_does_not_run_in_an_allocation(sweep: dict[str, Any]) -> None:
         ({"sbatch": ("--gres=gpu:4",)}, "--gpus-per-node 4 does both"),
         ({"sbatch": ("--gres=gpu:4",), "nproc_per_node": 4}, ""),
         ({"sbatch": ("--gres=scratch:4",)}, ""),
+        ({"sbatch": ("--distribution=block:block",), "launcher": "mpirun"}, "mpirun has its own"),
+        ({"sbatch": ("--distribution=block:block",), "launcher": "srun"}, ""),
     ],
 )
 def test_what_has_no_effect_is_a_warning(values: dict[str, Any], warning: str) -> None:
