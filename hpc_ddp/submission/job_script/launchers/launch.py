@@ -74,6 +74,7 @@ class Launch:
     outputs: list[str] = field(default_factory=list)
     unset: dict[str, tuple[int, bool]] = field(default_factory=dict)
     inner: Word | None = None  # the text of bash -c
+    inner_name: Word | None = None  # its $0
     marks: list[tuple[int, str, str]] = field(default_factory=list)
 
     def add(self, key: str, *words: Word) -> None:

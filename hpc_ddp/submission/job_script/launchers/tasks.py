@@ -184,7 +184,8 @@ def read_shell(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
     text = words[at + 1] if at + 1 < len(words) else literal("")
     is_known = not launch.step or any(not p.is_code and p.text.strip() for p in text.parts)
     if at and is_known:  # 0: without -c
-        launch.inner, launch.args = text, words[at + 3 :]  # the word behind the text is $0
+        launch.inner, launch.args = text, words[at + 3 :]
+        launch.inner_name = [words[0], *words[at + 2 : at + 3]][-1]
         options = re.sub("[-c]", "", "".join(word.text for word in words[1 : at + 1]))
         if "l" in options:
             launch.inner = replace(text, parts=(Part(f"{LOGIN}; "), *text.parts))

@@ -181,6 +181,7 @@ class Reader(Reading):
         place, in_image = self._place, bool(outer.settings.keys() & {"image", "container"})
         self._place = replace(place, in_image=place.in_image or in_image)
         with self._child_shell(node, outer.args, False):
+            self.scope.set("0", outer.inner_name)
             self._read_text(inner_text(word), node, step, outer.inner.line)
         self._place = place
         earlier = set(map(id, before))  # equal statements are no same ones

@@ -165,6 +165,8 @@ class Sorter:
         key = "teardown" if is_after else "setup"
         is_before = not is_after
         text = self._limit_line(statement, text)
+        if is_after or statement.defines in self._needed_after:  # a bash -c has no BASH_SOURCE
+            text = re.sub(r"(\$\{?)BASH_SOURCE\b(\[0\])?", r"\g<1>0", text)
         if is_before and statement.defines in self._needed_after:
             self._functions_after.append((text, statement.lines[0]))
             is_after, is_before = True, statement.defines in self._needed_before

@@ -509,3 +509,10 @@ def test_a_python_that_is_here_is_waited_for_but_in_a_container() -> None:
     assert wait in _render(**here).text()
     assert wait not in _render(**here, **image).text()
     assert wait not in _render(python="/not/here/python").text()
+
+
+def test_clean_up_lines_have_the_scripts_name() -> None:
+    block = _render(teardown=('echo "$0"',)).block("teardown")
+    script = f"answer_of() {{ echo 5; }}\n{block}"
+    played = subprocess.run(["bash", "-c", script, "/x/slurm_script"], stdout=subprocess.PIPE)
+    assert played.stdout == b"/x/slurm_script\n"
