@@ -65,11 +65,17 @@ def _take_workers(
     The number is the launcher's; where it names none, its processes divided by the nodes, else one
     for each GPU. Without a launcher of workers it is the number of tasks on a node that srun or
     mpirun starts, else 1. Notes name a number that is not known, torchrun's own default on a node
-    of several GPUs, and a launcher that several tasks of a node would start. Lines are marked as by
-    `_mark_uneven_tasks`. `numbers` are as from `read_sizes`."""
+    of several GPUs, a launcher that several tasks of a node would start, and one that would train
+    on each of several nodes by itself. Lines are marked as by `_mark_uneven_tasks`. `numbers` are
+    as from `read_sizes`."""
     line, nodes = launch.line, numbers.get("SLURM_NNODES") or launch.nodes or 1
+    is_range, processes = has_range_of_nodes(directives, numbers), launch.processes or 0
+    trains_alone = launch.machines == 1 and (nodes > 1 or is_range)
+    trains_alone &= "PET_NNODES" not in {*launch.env, *result.env}  # torchrun's own variable
+    if trains_alone and processes <= (gpus or processes):
+        processes *= nodes  # the number is of each node's training
     if launch.kind:
-        workers = launch.workers or (launch.processes or 0) // nodes or gpus or 1
+        workers = launch.workers or processes // nodes or gpus or 1
     else:
         workers = tasks_of_launch(launch, numbers) if launch.step else 1
     if launch.step and not launch.kind:
@@ -80,6 +86,11 @@ def _take_workers(
     if launch.kind == "torchrun" and launch.workers == 1 < gpus and not has_number:
         text = "torchrun's own default is one worker: drop nproc-per-node for one on each GPU"
         result.note(line, text)
+    if trains_alone and launch.step:
+        option = "--num_machines" if launch.kind == "accelerate" else "--nnodes"
+        size = "all nodes" if is_range else f"{nodes} nodes with {workers} workers each"
+        text = f"{option} is 1 here: each node trains by itself; hpc-ddp makes one training"
+        result.note(line, f"{text} of {size}")
     if launch.step and launch.kind and not (launch.tasks or launch.in_loop):
         count = launch.tasks_per_node or tasks_of_node(numbers)
         text = f"{count} tasks on a node would each start the launcher there; hpc-ddp starts one"

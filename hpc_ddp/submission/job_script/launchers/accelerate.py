@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from hpc_ddp.submission.job_script.bash.counts import whole_number
 from hpc_ddp.submission.job_script.bash.scope import Scope
 from hpc_ddp.submission.job_script.bash.words import Word, literal
 from hpc_ddp.submission.job_script.bash.written_texts import path_of
@@ -75,6 +76,12 @@ def read_accelerate(words: list[Word], launch: Launch, scope: Scope) -> list[Wor
     launch.kind, launch.weight, launch.options = "accelerate", 4, {}
     take_python_beside(words[0], launch)
     launch.take_program(launch.take_options(words[1:], ACCELERATE, scope))
+    machines, at = launch.options.get("num-machines", (literal("1"), 0))
+    if at or "config-file" not in launch.options:
+        launch.machines = whole_number(machines, scope)
+    if at and launch.machines not in (None, 1, scope.numbers.get("SLURM_NNODES", launch.machines)):
+        text = "accelerate --num-machines: another number than the job's nodes"
+        launch.mark(at, LOST, text)
     for name, (operand, line) in launch.options.items():
         text = operand.text if operand else "true"
         name, text = ("mixed-precision", name) if name == "fp16" else (name, text)  # before 1.0
@@ -123,7 +130,9 @@ def take_yaml(launch: Launch, word: Word, writer: ArgumentWriter, cwd: Path) -> 
         elif not (is_set or re.fullmatch(f"{_NOT_OF_ALL}|use_.*", key) or entry in _NOTHING):
             reason = f"only the job knows {entry}" if is_open else "set it in Accelerator(…)"
             result.note(line, f"not taken over: {key} of {word.text}: {reason}")
-    count = keys.get("num_processes")
+    machines, count = keys.get("num_machines", 1), keys.get("num_processes")
+    if "num-machines" not in launch.options and isinstance(machines, int):
+        launch.machines = machines
     if isinstance(count, int):  # -1: an option has it
         launch.processes = launch.processes or max(count, 0)
     elif count is not None and "num-processes" not in launch.options:

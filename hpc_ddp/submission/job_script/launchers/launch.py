@@ -60,6 +60,7 @@ class Launch:
     tasks_per_node: int | None = None
     processes: int | None = None  # of Accelerate, in all
     cpus: int | None = None
+    machines: int | None = None  # nodes of each training of the launcher, 1 by its default
     gpus: dict[str, str] = field(default_factory=dict)
     node_words: bool = False  # it names the nodes that it runs on
     in_loop: bool = False  # it stands in a loop over the nodes

@@ -33,6 +33,8 @@ _TORCHRUN = {
     ".*": "+torchrun",
 }
 
+# Options by which a launcher knows the number of nodes.
+_NODES = {"nnodes", "nnode", "num-nodes", "hostfile", "world-size", "standalone"}
 _ALL_GPUS = re.compile(r"gpu|auto|\$\{?SLURM_GPUS_(ON|PER)_NODE\}?")  # a worker for each
 _TORCHRUN_FLAGS = re.compile(
     "standalone|module|m|no-python|run-path|use-env|v|verbose"
@@ -84,7 +86,8 @@ def read_torchrun(words: list[Word], launch: Launch, scope: Scope) -> list[Word]
 def _take_nodes(name: str, launch: Launch, scope: Scope) -> None:
     """Set the launch's number of nodes to 1 where the options of the launcher `name` say 1 or
     ``--standalone``, unless the launch or the directives have a number. Mark as lost another number
-    than the job's, and a range (``1:4``)."""
+    than the job's, and a range (``1:4``). Set `machines` to 1 where nothing tells the launcher of
+    other nodes."""
     options = launch.options
     nodes, at = options.get("nnodes") or options.get("nnode") or (None, 0)  # as argparse has it
     count = 1 if "standalone" in options else whole_number(nodes, scope)
@@ -94,6 +97,8 @@ def _take_nodes(name: str, launch: Launch, scope: Scope) -> None:
         option = "--standalone" if "standalone" in options else "--nnodes"
         text = f"{name} {option}: another number than the job's nodes"
         launch.mark(at or launch.line, LOST, text)
+    # composer may have WORLD_SIZE.
+    launch.machines = None if _NODES & options.keys() or name == "composer" else 1
     if nodes and re.fullmatch(r"\d+:\d+", nodes.text):
         launch.mark(at, LOST, f"{name} --nnodes: elastic = true, with nodes = …")
 

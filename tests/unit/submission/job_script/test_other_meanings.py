@@ -55,3 +55,57 @@ def test_a_clean_up_line_finds_the_script_by_its_name() -> None:
     # The batch script has BASH_SOURCE itself.
     setup = of_lines('cp "$BASH_SOURCE" c', "srun python train.py").settings()["setup"]
     assert setup == ['cp "$BASH_SOURCE" c']
+
+
+@pytest.mark.parametrize(
+    ("line", "workers"),
+    [
+        ("srun torchrun --nproc_per_node=2 train.py", 2),
+        ("srun bash -c 'torchrun --nproc_per_node=4 train.py'", 4),
+        ("mpirun -np 4 python -m torch.distributed.run --nproc-per-node=2 train.py", 2),
+        ("srun deepspeed train.py", 4),
+        ("srun accelerate launch --num_processes 4 train.py", 4),
+        ("srun accelerate launch --num_processes 2 --num_machines 1 train.py", 2),
+        ("srun accelerate launch --num_processes 16 train.py", 4),
+        ("printf 'num_processes: 2' > c; srun accelerate launch --config_file c train.py", 2),
+        ("printf 'num_machines: 1' > c; srun accelerate launch --config_file c train.py", 4),
+    ],
+)
+def test_a_launcher_that_knows_of_one_node_trains_on_each(line: str, workers: int) -> None:
+    lines = ("#SBATCH --nodes=4 --ntasks-per-node=1 --gpus-per-node=4", *line.split("; "))
+    result = of_lines(*lines)
+    notes = [text for at, text in result.notes if at == 1 + len(lines) and "by itself" in text]
+    assert [text.partition("one training of ")[2] for text in notes] == [
+        f"4 nodes with {workers} workers each"
+    ]
+    assert result.settings().get("nproc-per-node", 4) == workers
+    one_node = of_lines("#SBATCH --nodes=1 --gpus-per-node=4", *line.split("; "))
+    assert "by itself" not in str(one_node.notes)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "srun torchrun --nnodes=$SLURM_NNODES train.py",
+        "srun torchrun --nnodes=1:4 train.py",
+        "PET_NNODES=4 srun torchrun train.py",
+        "srun accelerate launch --num_machines $SLURM_NNODES --num_processes 16 train.py",
+        "srun accelerate launch --config_file absent.yaml train.py",
+        "srun python train.py",
+    ],
+)
+def test_a_launcher_that_knows_of_its_nodes_has_no_note(line: str) -> None:
+    result = of_lines("#SBATCH --nodes=4 --gpus-per-node=4", line)
+    assert "by itself" not in str(result.notes)
+
+
+def test_a_launch_on_one_of_several_nodes_has_the_workers_of_that_node() -> None:
+    line = "accelerate launch --num_processes 4 train.py"
+    settings = of_lines("#SBATCH --nodes=4 --gpus-per-node=8", line).settings()
+    assert settings["nproc-per-node"] == 4
+
+
+def test_another_number_of_machines_is_lost() -> None:
+    line = "srun accelerate launch --num_machines 2 --num_processes 8 train.py"
+    result = of_lines("#SBATCH --nodes=4 --gpus-per-node=4", line)
+    assert "--num-machines: another number" in result.group(3)[1]

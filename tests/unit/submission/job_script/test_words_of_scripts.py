@@ -81,7 +81,7 @@ def of_text(*lines: str) -> Conversion:
         (('if [ -z "${X:-}" ]; then echo no X; exit 1; fi', TRAIN),
          {"setup": ['if [ -z "${X:-}" ]; then echo no X; exit 1; fi']}),
         (("#SBATCH -N 2 --gres=gpu:4", "WORLD_SIZE=$((2*SLURM_NNODES))",
-          'srun bash -c "accelerate launch --num_processes $WORLD_SIZE a.py"'),
+          'srun bash -c "accelerate launch --num_machines 2 --num_processes $WORLD_SIZE a.py"'),
          {"nproc-per-node": 2, "script": "a.py"}),
         (("srun ~root/env/bin/python3 a.py --d ~root/d ~nosuchuser/e",),
          {"python": os.path.expanduser("~root/env/bin/python3"),
@@ -339,7 +339,8 @@ def of_text(*lines: str) -> Conversion:
         (("#SBATCH --gres=gpu:4", "n=`nvidia-smi -L | wc -l`", "srun torchrun --nproc=$n a.py"),
          {"gpus-per-node": "4", "nproc-per-node": None}),
         # Tasks of a step are no workers of Accelerate.
-        (("srun --ntasks-per-node=1 accelerate launch --num_processes 16 a.py",),
+        (("srun --ntasks-per-node=1 accelerate launch --num_machines 2 \\",
+          "--num_processes 16 a.py"),
          {"script": "a.py", "nproc-per-node": 8}),
         # A word that goes on in the next line, and the blank between two arrays.
         (("srun --container-image=a --container-mounts=\\", "/b,\\", "$USER \\", " python a.py"),
@@ -550,8 +551,9 @@ def of_text(*lines: str) -> Conversion:
          {"env-names": ["MY_PASSWORD"], "setup": ["source env.sh"]}),
         # A configuration that the script writes itself, and changes behind the launch.
         (("#SBATCH --gpus-per-node=4", "C=$SCRATCH/a.yaml", "cat > $C <<E", "fp16: true",
-          "machine_rank: $SLURM_PROCID", "num_processes: $((SLURM_NNODES * 2))", "E",
-          "echo 'gradient_clipping: 2' >> ${C}", "srun accelerate launch --config_file $C a.py",
+          "machine_rank: $SLURM_PROCID", "num_processes: $((SLURM_NNODES * 2))",
+          "num_machines: $SLURM_NNODES", "E", "echo 'gradient_clipping: 2' >> ${C}",
+          "srun accelerate launch --config_file $C a.py",
           "echo > $C"),
          {"nproc-per-node": 2, "env": {"ACCELERATE_MIXED_PRECISION": "fp16",
                                        "ACCELERATE_GRADIENT_CLIPPING": "2"}}),
