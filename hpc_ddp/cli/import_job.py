@@ -5,6 +5,7 @@ Lets HpcDdpError and OSError through: `main.Group` prints them and sets the exit
 
 from __future__ import annotations
 
+import codecs
 import difflib
 import os
 import sys
@@ -69,9 +70,10 @@ def import_(job_script: Path, args: tuple[str, ...], output: Path | None, site: 
 
 
 def _read_job_script(path: Path) -> str:
-    """Return the text of a job script, in UTF-8 or Latin-1; lines that end as on DOS, which sbatch
-    refuses, are noted on stderr. Raise UsageError for a file that can't be read, is no text, or has
-    neither ``#!`` at its beginning nor ``#SBATCH``."""
+    """Return the text of a job script, in UTF-8 or Latin-1; a byte-order mark, and lines that end
+    as on DOS, both of which sbatch refuses, are left out and noted on stderr. Raise UsageError for
+    a file that can't be read, is no text, or has neither ``#!`` at its beginning nor ``#SBATCH``.
+    """
     try:
         content, reason = path.read_bytes(), "it is no text"
     except OSError as error:
@@ -84,8 +86,11 @@ def _read_job_script(path: Path) -> str:
         text = content.decode("utf-8-sig")  # an editor's mark is no part of the first line
     except UnicodeDecodeError:
         text = content.decode("latin-1")
+    if content.startswith(codecs.BOM_UTF8):
+        say("note, line 1: it begins with a byte-order mark: sbatch itself refuses the script")
     if "\r\n" in text:
-        say(f"note: lines of {path} end as on DOS: sbatch itself refuses it")
+        first = text.partition("\r\n")[0].count("\n") + 1
+        say(f"note, line {first}: lines end as on DOS: sbatch itself refuses the script")
         text = text.replace("\r\n", "\n")
     if not text.startswith("#!") and "#SBATCH" not in text:
         raise UsageError(

@@ -252,9 +252,9 @@ def test_refuses_what_is_no_job_script(
 @pytest.mark.parametrize(
     ("change", "note"),
     [
-        (lambda text: "\ufeff".encode() + text, ""),
-        (lambda text: text.replace(b"\n", b"\r\n"), "end as on DOS: sbatch itself refuses it"),
-        (lambda text: text + b"# Gr\xf6\xdfe\n", ""),
+        (lambda text: "\ufeff".encode() + text, "note, line 1: it begins with a byte-order mark"),
+        (lambda text: text.replace(b"\n", b"\r\n"), "note, line 1: lines end as on DOS"),
+        (lambda text: text + b"# Gr\xf6\xdfe\n", "wrote"),
     ],
 )
 def test_reads_what_other_editors_write(

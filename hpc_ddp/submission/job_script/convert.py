@@ -308,6 +308,9 @@ def convert(
         result.note(1, "sbatch refuses a script whose first line has no #: #! is meant")
         text = f"#{text}"
     job = unwrap(text, of_wrapper)
+    if not job.first_line.startswith("#!"):
+        reason = "is no #!: sbatch itself refuses the script"
+        result.note(job.first_number, f"the first line of the job {reason}")
     directives, text = job.directives, job.text
     numbers = read_sizes(directives)
     start = os.path.normpath(cwd / os.path.expanduser(directives.get("chdir") or ""))

@@ -30,12 +30,15 @@ _EXPANDED = re.compile(r"\\([$`\\])|\$(?:\w+|[@*#]|\{[^{}]*\})|`|\$\(")
 class JobText:
     """The contents of a script for sbatch: its `directives`, and a `text` that has its statements,
     each in the line where the submitted script has it. `marks` has (group, reason), by line, of
-    lines that are neither; `line` is that of the sbatch in it, 0 where the user calls sbatch."""
+    lines that are neither; `line` is that of the sbatch in it, 0 where the user calls sbatch.
+    `first_line` is the first that sbatch reads, with its number in the script."""
 
     directives: Directives
     text: str
     marks: dict[int, Mark] = field(default_factory=dict)
     line: int = 0
+    first_line: str = ""
+    first_number: int = 1
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,7 @@ def unwrap(text: str, scope: Scope) -> JobText:
     of the script, the contents are those of the script as it is.
     """
     directives = read_directives(text)
-    as_it_is = JobText(directives, text)
+    as_it_is = JobText(directives, text, first_line=text.partition("\n")[0])
     if directives.options or not re.search(r"<<[\s\S]*^\s*#SBATCH", text, re.M):
         return as_it_is
     root = syntax.parse(text)
@@ -121,8 +124,9 @@ def _make_job(
             continue
         around = (n for n in range(begin, end + 1) if n not in document.numbers)
         job.marks |= dict.fromkeys(around, mark)
-    start = lines[document.numbers[0] - 1]
-    lines[0] = start if start.startswith("#!") else "#!/bin/bash"
+    job.first_number = document.numbers[0]
+    job.first_line = lines[job.first_number - 1]
+    lines[0] = job.first_line if job.first_line.startswith("#!") else "#!/bin/bash"
     job.text = "\n".join("" if n in job.marks else line for n, line in enumerate(lines, 1))
     return job
 

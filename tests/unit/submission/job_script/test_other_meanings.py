@@ -109,3 +109,24 @@ def test_another_number_of_machines_is_lost() -> None:
     line = "srun accelerate launch --num_machines 2 --num_processes 8 train.py"
     result = of_lines("#SBATCH --nodes=4 --gpus-per-node=4", line)
     assert "--num-machines: another number" in result.group(3)[1]
+
+
+@pytest.mark.parametrize(
+    ("first", "lines", "at"),
+    [
+        ("# Copyright", ("#SBATCH -N 1", "srun python train.py"), 1),
+        ("", ("#!/bin/bash", "#SBATCH -N 1", "srun python train.py"), 1),
+        (" #!/bin/bash", ("#SBATCH -N 1", "srun python train.py"), 1),
+        ("#!/bin/bash", ("#SBATCH -N 1", "srun python train.py"), 0),
+        ("#! /bin/sh", ("#SBATCH -N 1", "srun python train.py"), 0),
+        # The shell runs a script that submits another one.
+        ("", ("sbatch <<E", "#!/bin/bash", "#SBATCH -N 1", "srun python train.py", "E"), 0),
+        ("#!/bin/bash", ("sbatch <<E", "#SBATCH -N 1", "srun python train.py", "E"), 3),
+    ],
+)
+def test_a_script_that_sbatch_refuses_for_its_first_line(
+    first: str, lines: tuple[str, ...], at: int
+) -> None:
+    result = of_lines(*lines, first=first)
+    assert [line for line, text in result.notes if "no #!" in text] == ([at] if at else [])
+    assert result.settings()["script"] == "train.py"
