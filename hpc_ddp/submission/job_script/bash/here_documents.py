@@ -1,8 +1,9 @@
-"""Here-documents that are values of variables: ``read -r -d '' CMD <<EOF``."""
+"""Here-documents that the parser would read otherwise than bash."""
 
 from __future__ import annotations
 
 import re
+from itertools import count
 
 _NO_END = r"(?:''|\"\")"  # of a line: all of the text is read
 _READ = re.compile(
@@ -12,6 +13,38 @@ _READ = re.compile(
     r"(?:\|\|[ \t]*(?:true|:))?[ \t]*\n(?P<body>(?:.*\n)*?)\t*(?P=mark)[ \t]*$",
     re.M,
 )
+# The beginning of a here-document: whether tabs are cut, and the word at its end, [2], [3] or [4].
+_BEGIN = re.compile(
+    r"(?<!<)<<(-?)[ \t]*(?:'([^'\n]+)'|\"([^\"\n]+)\"|(\\?[^\s;&|<>()'\"\\$`-][^\s;&|<>()'\"\\]*))"
+)
+
+
+def with_plain_ends(text: str) -> str:
+    """Return a script in which no line of a here-document begins with the word at its end, also
+    behind blanks: the parser would end the document there. Such a word gets another name, as
+    ``END_1``. One with a backslash gets quotes. Lines keep their numbers."""
+    lines, at = text.split("\n"), 0
+    while at < len(lines):
+        code = re.sub(r"^\s*#.*|(?<!\S)#[^'\"]*$", "", lines[at])  # without a comment
+        line_at, shift = at, 0
+        for begin in _BEGIN.finditer(code):
+            written = next(group for group in begin.groups()[1:] if group)
+            word = written.removeprefix("\\")
+            tabs = "\t" if begin[1] else ""
+            ends = (n for n in range(at + 1, len(lines)) if lines[n].lstrip(tabs or "\0") == word)
+            if (end := next(ends, None)) is None:
+                continue
+            name = word
+            if any(line.lstrip().startswith(word) for line in lines[at + 1 : end]):
+                name = next(end_n for n in count(1) if (end_n := f"END_{n}") not in text)
+            new = name if written == word else f"'{name}'"
+            start, stop = (place + shift for place in begin.span(begin.lastindex or 0))
+            lines[line_at] = lines[line_at][:start] + new + lines[line_at][stop:]
+            shift += len(new) - len(written)
+            lines[end] = lines[end].replace(word, name)
+            text, at = "\n".join(lines), end
+        at += 1
+    return "\n".join(lines)
 
 
 def as_assignments(text: str) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Set
 from typing import Any
 
 from hpc_ddp.core.errors import UsageError
-from hpc_ddp.submission.job_script.bash.here_documents import as_assignments
+from hpc_ddp.submission.job_script.bash.here_documents import as_assignments, with_plain_ends
 from hpc_ddp.submission.job_script.bash.quotes import without_quoted_texts
 
 Node = Any  # a tree_sitter.Node: the package is optional
@@ -41,8 +41,8 @@ _SETTERS = ("read", "mapfile", "readarray", "printf", "let", "getopts", "declare
 def parse(text: str) -> Node:
     """Return the root of the syntax tree of a bash script, `text`. The tree's text differs a little
     from the script's, while lines keep their numbers: a placeholder, ``=<name>``, has quotes, and
-    see `_with_whole_words`. Raise UsageError where the parser of bash, or that of YAML, is not
-    installed."""
+    see `with_plain_ends` and `_with_whole_words`. Raise UsageError where the parser of bash, or
+    that of YAML, is not installed."""
     try:
         import tree_sitter
         import tree_sitter_bash
@@ -55,7 +55,7 @@ def parse(text: str) -> Node:
     language = tree_sitter.Language(tree_sitter_bash.language())
     parser, parsed = tree_sitter.Parser(language), b""
     text = re.sub(r"(\\(\n|$)\s*)+$", "", text) + "\n"  # a backslash at the script's end
-    text = _space_brackets(as_assignments(text))
+    text = _space_brackets(as_assignments(with_plain_ends(text)))
     code = _quote_placeholders(parser.parse(text.encode()).root_node, text.encode())
     while code != parsed:  # a change lets the parser see others
         root, parsed = parser.parse(code).root_node, code
