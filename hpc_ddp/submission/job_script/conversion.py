@@ -105,6 +105,7 @@ REFUSED: Rules = (
      _TRAINS),
     (STARTS_PYTHON, _AFTER, _TRAINS),
     (r"exit\b(?!=)", _BEFORE, "here the job script ends"),
+    (r"--?[A-Za-z]", _AROUND, "an option is no command: what ends the command before it?"),
 )  # fmt: skip
 DECIDED: Rules = (
     (f".*({_REQUEUES})", _AROUND, "the job is requeued until it has finished"),

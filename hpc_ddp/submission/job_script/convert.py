@@ -12,6 +12,7 @@ from pathlib import Path
 from hpc_ddp.core.file_io import read_text
 from hpc_ddp.core.job.variables import is_of_hpc_ddp
 from hpc_ddp.submission.job_script import program, secrets
+from hpc_ddp.submission.job_script.bash.comments import lines_of_cuts
 from hpc_ddp.submission.job_script.bash.quotes import split_quoted
 from hpc_ddp.submission.job_script.bash.scope import Scope
 from hpc_ddp.submission.job_script.bash.values import Value
@@ -325,6 +326,9 @@ def convert(
             counts_python=counts_python, hides=secrets.is_secret,
         )  # fmt: skip
 
+    for line in lines_of_cuts(text):
+        reason = "the lines behind it are a command of their own"
+        result.note(line, f"this comment ends the command before it: {reason}")
     reader = _read_statements(text, make_scope)
     scope = reader.scope
 

@@ -385,7 +385,9 @@ def take_gpus(
     standard = "--rocm" if re.match(r"mi\d", gpus, re.I) else "--nv"  # as `container._gpu_options`
     texts = {word.text for word in container_options}
     is_alone = not texts & {"--nv", "--rocm"} - {standard}
+    tool = launch.settings.get("container-tool", [literal("")])[0].text
+    verb = "run" if tool.endswith("-run") else "exec"
     for word in [word for word in container_options if word.text == standard and is_alone]:
         container_options.remove(word)
-        launch.mark(word.line, OURS, f"exec {word.text}")
+        launch.mark(word.line, OURS, f"{verb} {word.text}")
     return count

@@ -38,6 +38,8 @@ _BRINGS_PYTHON = re.compile(
     re.M,
 )
 _AT_THE_END = re.compile(r"\bPATH=[\"']?\$\{?PATH\}?:([^\s\"';:]+)")
+# An argument of the script; with [1] it is another text where the script has the argument.
+_ARGUMENT = re.compile(r"\$(?:[1-9]|\{[1-9]\d*(:?\+.*)?\})", re.S)
 # Settings of a launch that are one word, and those that are true.
 _SINGLE = ("image", "container-tool", "container", "python", "max-restarts")
 _SETUP = ("setup", "node-setup", "worker-setup")
@@ -67,6 +69,8 @@ def take_launch(
     writer.is_evaluated = launch.is_evaluated
     if statement.in_task:
         writer.key = "node-setup" if launch.kind else "worker-setup"
+    if reader.scope.lacks_arguments:
+        _leave_out_lacking_arguments(launch, reader.scope.defaults)
     _take_arguments(launch, writer)
     _take_settings(launch, writer)
     _take_variables(launch, writer)
@@ -87,6 +91,21 @@ def _make_writer(result: Conversion, reader: Reader) -> ArgumentWriter:
         result, names, reader.batch_variables, task_variables,
         is_open=reader.scope.is_open, has_arguments=reader.scope.arguments_are_set,
     )  # fmt: skip
+
+
+def _leave_out_lacking_arguments(launch: Launch, defaults: set[str]) -> None:
+    """Remove arguments of a launch that bash makes nothing of where the script gets none: ``$1``
+    without quotes, unless it may be the value of an option, and ``${1:+…}``. Each is noted in
+    `defaults`."""
+    before = ""
+    for word in [*launch.args]:
+        is_value = re.fullmatch(r"--?[A-Za-z][\w.-]*", before)
+        form = _ARGUMENT.fullmatch(word.text)
+        if form and word.parts[0].splits and (form[1] or not is_value):
+            launch.args.remove(word)
+            defaults.add("@")
+        else:
+            before = word.text
 
 
 def _take_arguments(launch: Launch, writer: ArgumentWriter) -> None:

@@ -25,7 +25,7 @@ def check_shell_lines(spec: JobSpec) -> None:
         if not lines:
             continue
         # With -n bash executes nothing. Extended patterns are on, since a line may switch them on.
-        argv = ["bash", "-O", "extglob", "-n", "-c", "\n".join(lines)]
+        argv = ["bash", "-O", "extglob", "-n", "-c", "--", "\n".join(lines)]
         try:
             bash = subprocess.run(
                 argv,

@@ -169,10 +169,20 @@ def source(node: Node) -> str:
 def uses_arguments(text: str, are_none: bool = False) -> bool:
     """Return whether bash code, `text`, uses the arguments of its script or function: ``$1``,
     ``$@``, ``$*`` or ``$#``. Those with a default, as ``${1:-x}``, do not count; nor do those of
+    functions that are defined in it, of
     awk or Python, in single quotes; nor, where the script gets no arguments (`are_none`), ``$@``
     and ``$*``, which are then nothing."""
     code = without_quoted_texts(text)
-    return bool(_ARGUMENTS.search(ALL_ARGUMENTS.sub("", code) if are_none else code))
+    uses = _ARGUMENTS.search(ALL_ARGUMENTS.sub("", code) if are_none else code)
+    if uses and re.search(r"\(\)|\bfunction\s", code):  # a function's body has its own
+        root = parse(text)
+        functions = [n for n in all_below(root) if n.type == "function_definition"]
+        if functions:
+            code = source(root)
+            for node in functions:
+                code = code.replace(source(node), " ", 1)
+            return uses_arguments(code, are_none)
+    return bool(uses)
 
 
 def commands_of(node: Node) -> list[Node]:
@@ -186,19 +196,6 @@ def body_of(node: Node) -> Node:
     ``while`` and ``until``, whose conditions may have a launch, too."""
     body = None if node.type == "while_statement" else node.child_by_field_name("body")
     return body or node
-
-
-def is_comment(node: Node) -> bool:
-    """Return whether a node is a comment in the form of a here-document, ``: <<EOT``, in which bash
-    runs nothing: its word has quotes, or its text has no code but plain names of variables."""
-    if node.type != "redirected_statement":
-        return False
-    command, *redirects = node.named_children
-    word = source(redirects[0].named_children[0]) if redirects else ""
-    is_quoted = word[:1] in ("'", '"', "\\")
-    is_plain = is_quoted or not re.search(r"`|\$\(|\$\{\w*[^\w}]", source(node))
-    is_document = [redirect.type for redirect in redirects] == ["heredoc_redirect"]
-    return source(command) == ":" and is_document and is_plain
 
 
 def only_reports(node: Node, commands: Set[str] = frozenset()) -> bool:

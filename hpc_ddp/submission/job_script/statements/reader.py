@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from hpc_ddp.submission.job_script.bash import loops, syntax
+from hpc_ddp.submission.job_script.bash.comments import is_comment
 from hpc_ddp.submission.job_script.bash.conditions import branches_of, idle_lines, running_branch
 from hpc_ddp.submission.job_script.bash.syntax import Node, commands_of, names_set_in, source
 from hpc_ddp.submission.job_script.bash.words import Part, Word, literal
@@ -41,7 +42,7 @@ class Reader(Reading):
                 self._read_children(node)
         elif is_block or kind in ("program", "do_group"):
             self._read_children(node)
-        elif syntax.is_comment(node):
+        elif is_comment(node):
             self._resolve(node, "a comment", OURS)
         elif handler := getattr(self, f"_{kind}", None):
             handler(node)

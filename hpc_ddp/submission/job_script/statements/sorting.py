@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 from collections.abc import Set
@@ -78,6 +79,7 @@ class Sorter:
             and _OF_A_COMMAND.search(s.assigned.text)
         }  # fmt: skip
         self.kept: set[str] = set()  # variables and functions that lines which stay set
+        self._kept_in_the_end: set[str] = set()
         # Variables and functions that are needed: by the launch or a line that stays, by set-up
         # lines, and by clean-up lines, which have a shell of their own.
         self._needed: set[str] = set()
@@ -99,6 +101,16 @@ class Sorter:
         traps = (s for s in lines_of_ours if ON_EXIT.match(s.text))
         # A trap may call functions that are defined behind it.
         self._needed |= {name for trap in traps for name in trap.names}
+        # Which variables stay is known when all statements are sorted; prints depend on it.
+        trial = copy.copy(self)
+        trial.__dict__ |= {name: {*s} for name, s in vars(self).items() if isinstance(s, set)}
+        trial.result, trial._functions_after = copy.deepcopy(self.result), []
+        trial._sort_statements()
+        self._kept_in_the_end = trial.kept
+        self._sort_statements()
+
+    def _sort_statements(self) -> None:
+        """Sort all statements but the launch into `result`."""
         lines: list[tuple[str, str, int]] = []
         # From the last statement on: later ones tell which variables are needed.
         for index, statement in reversed([*enumerate(self._statements)]):
@@ -222,7 +234,7 @@ class Sorter:
         code = without_quoted_texts(re.sub(r"\"[^\"]*\"", "", statement.text))  # not in quotes
         if re.search(r">|\btee\b|[;|&]", code):
             return False
-        unneeded = values.keys() - self._needed - of_lines
+        unneeded = values.keys() - self._needed - self._kept_in_the_end - of_lines
         left_out = {name for name in unneeded if not is_known(values[name])}
         left_out |= self._in_launch & self._commands
         names = statement.names - self._needed

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hpc_ddp.submission.job_script.conversion import LOST, Conversion
+from hpc_ddp.submission.job_script.conversion import LOST, TAKEN, Conversion
 from hpc_ddp.submission.job_script.convert import convert
 
 HERE = Path("/home/me/project")
@@ -67,7 +67,8 @@ def test_arguments_that_are_not_given_are_asked_for(line: str) -> None:
     result = conversion.settings()
     assert result.get("script") == ("a.py" if "a.py" in line else None)
     assert not {"args", "no-python"} & result.keys()
-    assert conversion.group(3)[0] == LOST
+    # Behind the program it is nothing, as "$@".
+    assert conversion.group(3)[0] == (TAKEN if "a.py" in line else LOST)
     note = "give the script's arguments, if it gets any: hpc-ddp import job.sbatch -- ARG…"
     assert (0, note) in conversion.notes
 

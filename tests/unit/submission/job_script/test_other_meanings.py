@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_ddp.submission.job_script.conversion import TAKEN, Conversion
+from hpc_ddp.submission.job_script.conversion import LOST, OURS, TAKEN, Conversion
 from hpc_ddp.submission.job_script.convert import convert
 
 
@@ -130,3 +130,94 @@ def test_a_script_that_sbatch_refuses_for_its_first_line(
     result = of_lines(*lines, first=first)
     assert [line for line, text in result.notes if "no #!" in text] == ([at] if at else [])
     assert result.settings()["script"] == "train.py"
+
+
+@pytest.mark.parametrize(
+    ("lines", "at"),
+    [
+        (("srun python train.py --a 1 \\", "  # old:", "  --b 2"), 3),
+        (("srun python train.py --a 1 \\", "# old:", "# older:", "  x=2 \\", "  y=3"), 3),
+        (("srun python train.py --a 1 \\", "  # --b 2"), 0),
+        (("srun python train.py \\", "  --a 1 # \\", "  echo done"), 0),
+        (("srun python train.py --a 1 \\", "  # --b 2", "", "echo done"), 0),
+        (("srun python train.py --a 1", "# old:", "  echo done"), 0),
+        (("cat > f <<E", "a \\", "# b", "  c", "E", "srun python train.py --a 1"), 0),
+        (("# srun \\", "# python", "  srun python train.py --a 1"), 0),
+    ],
+)  # fmt: skip
+def test_a_comment_that_ends_a_command_is_named(lines: tuple[str, ...], at: int) -> None:
+    result = of_lines(*lines)
+    notes = [line for line, text in result.notes if "this comment ends the command" in text]
+    assert notes == ([at] if at else [])
+    assert result.settings()["args"] == ["--a", "1"]
+
+
+def test_an_option_is_no_command() -> None:
+    result = of_lines("srun python train.py \\", "# old:", "  --b 2 \\", "  --c 3")
+    assert [result.group(n)[0] for n in (4, 5)] == [LOST, LOST]
+    assert "an option is no command" in result.group(4)[1]
+    assert "teardown" not in result.settings()
+
+
+@pytest.mark.parametrize(
+    ("words", "args"),
+    [
+        ("$1 $2", []),
+        ("a ${1} b ${10}", ["a", "b"]),
+        ('--lr 1 ${1:+--resume "$1"}', ["--lr", "1"]),
+        ("--flag ${2+--o $2}", ["--flag"]),
+        ('x "$1"', ["x"]),
+        ("--lr $1 x", ["x"]),
+    ],
+)
+def test_an_argument_that_is_not_there_is_nothing(words: str, args: list[str]) -> None:
+    result = of_lines(f"srun python train.py {words}")
+    assert result.settings().get("args", []) == args
+    assert "give the script's arguments" in str(result.notes)
+    is_lost = "--lr $1" in words or '"$1"' in words.replace('"$1"}', "")
+    assert result.group(2)[0] == (LOST if is_lost else TAKEN)
+    given = convert(f"#!/bin/bash\nsrun python train.py {words}\n", Path("/w"), Path("/w"), ["A"])
+    assert LOST not in {mark for mark, _ in given.marks[2]}
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        '{\n  function pick { echo "$1"; }\n  export A=$(pick 3)\n}',
+        '{\n  pick() { echo "$1" "$#"; }\n  export A=$(pick 3)\n}',
+        'if [ -e x ]; then\n  f() { shift; echo $@ $2; }\n  export A=$(f 1 2)\nfi',
+    ],
+)  # fmt: skip
+def test_arguments_of_a_function_within_a_block_are_not_the_scripts(block: str) -> None:
+    result = of_lines(*block.split("\n"), "srun python train.py")
+    assert result.settings()["setup"] == [block]
+    assert "arguments" not in str(result.notes)
+    with_own = block.replace("A=$(", 'B="$1" A=$(')
+    result = of_lines(*with_own.split("\n"), "srun python train.py")
+    assert "job script's own arguments" in result.group(2)[1]
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ("NAME=$(hostname)", "LOG=/x/$NAME", 'echo "NAME: $NAME"', 'touch "$LOG"'),
+        ("NODE=$(hostname)", "source ./env.sh", 'echo "Node: $NODE"'),
+        ("T=$(hostname)", 'echo "T: $T"', 'echo "eval steps: 3"'),
+        ("T=$(hostname)", 'echo "T: $T"', "export U=$T"),
+        ("T=$(hostname)", 'echo "T: $T"', "f() { touch $T; }", "f"),
+    ],
+)
+def test_a_print_of_a_variable_that_stays_is_no_print_of_one_that_is_left_out(
+    lines: tuple[str, ...],
+) -> None:
+    result = of_lines("#SBATCH -N 1", *lines, "srun python train.py")
+    assert {result.group(n)[0] for n in range(3, 3 + len(lines))} == {TAKEN}
+    alone = of_lines("#SBATCH -N 1", "T=$(hostname)", 'echo "T: $T"', "srun python train.py")
+    assert alone.group(4) == (OURS, "it prints a variable that is left out")
+
+
+def test_the_verb_of_a_container_is_the_scripts() -> None:
+    for verb in ("run", "exec"):
+        line = f"srun singularity {verb} --nv a.sif python train.py"
+        result = of_lines("#SBATCH -N 1 --gpus-per-node=1", line)
+        assert f"hpc-ddp sets {verb} --nv" in result.group(3)[1]

@@ -34,3 +34,8 @@ def test_lines_that_bash_can_read_together_pass(monkeypatch: pytest.MonkeyPatch)
     check_shell_lines(JobSpec("t.py", teardown=("cat <<EOF", "hi")))  # bash reads it to its end
     monkeypatch.setenv("PATH", "/nowhere")
     check_shell_lines(JobSpec("t.py", setup=("'",)))
+
+
+def test_a_line_that_begins_with_a_dash_is_no_option_of_bash() -> None:
+    for line in ("--override a=1", "-x"):
+        check_shell_lines(JobSpec("t.py", teardown=(line,)))

@@ -1,0 +1,37 @@
+"""Comments of a job script: here-documents that are one, and those that end a command."""
+
+from __future__ import annotations
+
+import re
+
+from hpc_ddp.submission.job_script.bash.syntax import Node, all_below, parse, source
+
+
+def is_comment(node: Node) -> bool:
+    """Return whether a node is a comment in the form of a here-document, ``: <<EOT``, in which bash
+    runs nothing: its word has quotes, or its text has no code but plain names of variables."""
+    if node.type != "redirected_statement":
+        return False
+    command, *redirects = node.named_children
+    word = source(redirects[0].named_children[0]) if redirects else ""
+    is_quoted = word[:1] in ("'", '"', "\\")
+    is_plain = is_quoted or not re.search(r"`|\$\(|\$\{\w*[^\w}]", source(node))
+    is_document = [redirect.type for redirect in redirects] == ["heredoc_redirect"]
+    return source(command) == ":" and is_document and is_plain
+
+
+def lines_of_cuts(text: str) -> list[int]:
+    """Return the lines of a script, from 1, with a comment that ends the command of the line
+    before, which a backslash seems to continue behind the comment. Raise as `syntax.parse`."""
+    lines = text.split("\n")
+    comments = {node.start_point[0] for node in all_below(parse(text)) if node.type == "comment"}
+    return [n + 1 for n in sorted(comments) if n and _is_cut(lines[n - 1 :])]
+
+
+def _is_cut(lines: list[str]) -> bool:
+    """Return whether the first of some lines goes on, by a backslash, in a comment, behind which
+    more of its command seems to come: an option, or an indented word."""
+    behind = next((line for line in lines[1:] if line.strip()[:1] not in ("", "#")), "")
+    starts = [line.lstrip()[:1] == "#" for line in lines[:2]]
+    is_continued = re.search(r"(?<!\\)\\$", lines[0]) and starts == [False, True]
+    return bool(is_continued and re.match(r"\s+\S|-", behind))
