@@ -17,6 +17,9 @@ from hpc_ddp.submission.job_script.statements.reader import Reader
 
 _SUBMIT = "hpc-ddp submit does it"
 _BEHIND = "behind the submit: a script of yours, behind hpc-ddp submit"
+_IN_PARTS = (
+    "it submits a script that it writes in parts: run it once without the sbatch, and import that"
+)
 # Commands of a script on the file that has the job.
 _OF_FILE = re.compile(r"(chmod|rm|echo|printf)\b")
 # The script's own path, which a job does not know.
@@ -77,6 +80,9 @@ def unwrap(text: str, scope: Scope) -> JobText:
     documents = [(i, d) for i, node in enumerate(statements) if (d := _find_document(node))]
     commands = [node for node in syntax.all_below(root) if _name_of(node) == "sbatch"]
     submits = [(i, c) for i, node in enumerate(statements) if (c := _find_submit(node))]
+    if commands and any(_adds_to(d, node) for _, d in documents for node in statements):
+        as_it_is.marks[syntax.lines_of(commands[-1])[0]] = LOST, _IN_PARTS
+        return as_it_is
     if not len(documents) == len(commands) == len(submits) == 1:
         return as_it_is
     (at, document), (submit_at, command) = documents[0], submits[0]
@@ -129,6 +135,15 @@ def _make_job(
     lines[0] = job.first_line if job.first_line.startswith("#!") else "#!/bin/bash"
     job.text = "\n".join("" if n in job.marks else line for n, line in enumerate(lines, 1))
     return job
+
+
+def _adds_to(document: _Document, node: Node) -> bool:
+    """Return whether a statement other than that of the document changes the document's file."""
+    code, is_apart = source(node), node.end_byte <= document.body.start_byte
+    is_apart |= node.start_byte >= document.end.end_byte
+    file = "|".join(rf"[\"']?{re.escape(form)}(?![\w./-])" for form in _forms(document.file))
+    changes = rf">\s*(?:{file})|\b(?:tee|sed\s+-\w*i)\b[^\n;|&]*\s(?:{file})"
+    return bool(document.file and is_apart and re.search(changes, code))
 
 
 def _is_for_submit(node: Node, document: _Document, is_before: bool) -> bool:

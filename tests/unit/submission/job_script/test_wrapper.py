@@ -148,3 +148,21 @@ def test_one_in_a_block_is_refused(before: str, after: str, tmp_path: Path) -> N
 def test_of_two_none_is_the_job(tmp_path: Path) -> None:
     conversion = of_text(tmp_path, f"sbatch <<EOT\n{JOB}EOT\nsbatch <<EOT\n{JOB}EOT\n")
     assert "script" not in conversion.settings()
+
+
+@pytest.mark.parametrize(
+    "addition",
+    [
+        "cat >> job.sh <<'E'\npython a.py\nE", "cat >> ./job.sh <<E\n#SBATCH -t 5\nE",
+        "echo 'python a.py' >> \"job.sh\"", "sed -i s/train/a/ job.sh", "echo b | tee -a job.sh",
+        "if [ -e x ]; then\n  echo b >> job.sh\nfi",
+    ],
+)  # fmt: skip
+def test_a_script_that_is_written_in_parts_is_named(addition: str, tmp_path: Path) -> None:
+    text = f"cat > job.sh <<'EOT'\n{JOB}EOT\n{addition}\nsbatch job.sh\n"
+    conversion = of_text(tmp_path, text)
+    group, reason = conversion.group(text.count("\n") + 1)
+    assert (group, "in parts" in reason) == (LOST, True)
+    assert "script" not in conversion.settings()
+    other = of_text(tmp_path, text.replace(addition, "echo b > job.sh.log; cat job.sh"))
+    assert "in parts" not in str(other.marks)
