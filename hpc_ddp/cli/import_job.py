@@ -21,6 +21,7 @@ from hpc_ddp.submission.job_script.conversion import LOST, Conversion
 from hpc_ddp.submission.job_script.convert import convert
 from hpc_ddp.submission.job_script.project_file import subtract_site, table, to_toml
 from hpc_ddp.submission.plan import plan_new
+from hpc_ddp.submission.run_files.snapshot import select_files
 from hpc_ddp.submission.settings import config
 from hpc_ddp.submission.settings.runs_dir import runs_root
 from hpc_ddp.submission.settings.user import home_folder
@@ -150,6 +151,11 @@ def _try_render(conversion: Conversion, path: Path, cwd: Path, home: Path) -> li
     missing = ", ".join(name for name in names if name not in os.environ)
     start = f"renders once your shell has {missing}" if missing else "renders"
     effect = [f"{start}: {len(lines)} lines; hpc-ddp render prints them"]
+    try:
+        if plan.copies_code:
+            select_files(plan.spec.program, plan.run, plan.exclude)
+    except UsageError as error:  # not of the settings, which all stay
+        effect = [f"renders once its code can be copied: {error.message}", f"hint: {error.hint}"]
     is_torchrun = plan.spec.launcher == "torchrun"  # its agent is torch's
     if plan.spec.python == sys.executable and (is_torchrun or not plan.spec.no_python):
         effect.append(f"python: {sys.executable}, which runs hpc-ddp; python = … is another")

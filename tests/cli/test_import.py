@@ -274,3 +274,14 @@ def test_says_what_to_install(folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert "accepted: hpc-ddp[import]" in result.stderr
     assert "hint: pip install tree-sitter tree-sitter-bash pyyaml" in result.stderr
     assert not (folder / "hpc-ddp.toml").exists()
+
+
+def test_says_that_a_copy_of_the_code_is_too_large(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "job.sbatch").write_text("#!/bin/bash\n#SBATCH --nodes=1\nsrun python train.py\n")
+    (folder / "train.py").write_text("import torch\n")
+    monkeypatch.setattr("hpc_ddp.submission.run_files.snapshot.LIMIT_BYTES", 3)
+    result = run("job.sbatch")
+    assert "renders once its code can be copied: the code in" in result.stdout
+    assert "nodes = 1" in (folder / "hpc-ddp.toml").read_text()

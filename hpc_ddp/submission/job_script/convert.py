@@ -331,6 +331,7 @@ def convert(
         result.note(line, f"this comment ends the command before it: {reason}")
     reader = _read_statements(text, make_scope)
     scope = reader.scope
+    result.notes += reader.notes
 
     # What becomes of each line. The order matters: later steps need the settings of earlier ones.
     take_directives(directives, result, name)

@@ -238,6 +238,14 @@ class Launch:
             self.settings[key] = [*words, *self.settings.get(key, [])]
 
     @property
+    def command(self) -> tuple[str, ...]:
+        """The part of a launch that two launches of the same training share: the launcher's kind,
+        its number of workers, its variables, and the words of the program that it starts."""
+        words = [*self.settings.get("module", ()), self.program, *self.args]
+        variables = (f"{name}={word.text}" for name, word in sorted(self.env.items()))
+        return self.kind, str(self.workers), *variables, *(word.text for word in words if word)
+
+    @property
     def words(self) -> list[Word]:
         """All words of the launch that become settings: the program, its arguments, its variables
         except hpc-ddp's, and the words of `settings`, in this order."""

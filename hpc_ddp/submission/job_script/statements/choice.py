@@ -131,7 +131,7 @@ def _remove_launch_of_first_node(reader: Reader) -> None:
     the loop is removed, too. The lines of both are noted in ``reader.resolved``."""
     launches = [(s, s.launch) for s in reader.statements if s.launch and not s.lost]
     for statement, launch in launches:
-        same = [pair for pair in launches if _command_of(pair[1]) == _command_of(launch)]
+        same = [pair for pair in launches if pair[1].command == launch.command]
         in_loops = [s for s, candidate in same if candidate.in_loop]
         is_on_one = launch.nodes == 1 or not launch.step
         if launch.in_loop or not (is_on_one and in_loops):
@@ -168,14 +168,6 @@ def _trains(launch: Launch) -> bool:
 def _prepares(launch: Launch) -> bool:
     """Return whether the name of a launch's program says that it prepares a training."""
     return bool(launch.program and _PREPARES.search(launch.program.text))
-
-
-def _command_of(launch: Launch) -> tuple[str, ...]:
-    """Return what two launches of the same training have in common: the launcher's kind, its number
-    of workers, its variables, and the words of the program that it starts."""
-    words = [*launch.settings.get("module", ()), launch.program, *launch.args]
-    variables = (f"{name}={word.text}" for name, word in sorted(launch.env.items()))
-    return launch.kind, str(launch.workers), *variables, *(word.text for word in words if word)
 
 
 def has_launch(statements: Sequence[Statement]) -> bool:

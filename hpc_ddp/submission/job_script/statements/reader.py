@@ -8,7 +8,12 @@ from dataclasses import replace
 
 from hpc_ddp.submission.job_script.bash import loops, syntax
 from hpc_ddp.submission.job_script.bash.comments import is_comment
-from hpc_ddp.submission.job_script.bash.conditions import branches_of, idle_lines, running_branch
+from hpc_ddp.submission.job_script.bash.conditions import (
+    Branch,
+    branches_of,
+    idle_lines,
+    running_branch,
+)
 from hpc_ddp.submission.job_script.bash.syntax import Node, commands_of, names_set_in, source
 from hpc_ddp.submission.job_script.bash.words import Part, Word, literal
 from hpc_ddp.submission.job_script.conversion import LOST, OURS, VERDICT
@@ -302,15 +307,42 @@ class Reader(Reading):
             self.statements[-1].around = source(node)
             return
         chosen = running_branch(branches, self.scope, has_launch)
+        if chosen is None and has_launch:
+            chosen = self._find_common_launch(branches)
+            idle = [] if chosen is None else [*branches[:chosen], *branches[chosen + 1 :]]
+            for line in (line for _, lines in idle for line in lines):
+                self._resolve(line, "the same program, in another branch", OURS)
         if chosen is None:
             self._add(node, lost=_CHOOSES if has_launch else "")
             return
         for child, reason in idle_lines(branches, chosen):
             self._resolve(child, reason, OURS)
-        self._resolve(node, "its condition is known")
+        self._resolve(node, "it chooses one branch")
         for _, lines in branches[chosen : chosen + 1]:  # none where each condition is false
             for child in lines:
                 self._read_node(child)
+
+    def _find_common_launch(self, branches: list[Branch]) -> int | None:
+        """Return the index of the branch whose launch starts tasks, or weighs most, where all
+        branches of an ``if``, an ``else`` among them, start one program with the same words, and
+        otherwise only print; None for other branches. The command's line gets a note."""
+        read: list[Launch | None] = []
+        for _, lines in branches:
+            commands = [n for n in lines if not (n.type == "comment" or syntax.only_reports(n))]
+            probe = Reader(self.scope.child(self.scope.arguments, self.scope.arguments_are_set))
+            probe._place, probe._functions = self._place, {**self._functions}
+            for command in commands:
+                probe._read_node(command)
+            read += [s.launch for s in probe.statements if len(commands) == 1]
+        launches = [launch for launch in read if launch]
+        has_more = not len(launches) == len(read) == len(branches) or branches[-1][0]
+        if has_more or len({launch.command for launch in launches}) > 1:
+            return None
+        chosen = max(range(len(launches)), key=lambda index: launches[index].weight)
+        text = "every branch starts this program: it is the launch in all cases"
+        hint = "for another number of tasks: --nproc-per-node N"
+        self.notes.append((launches[chosen].line, f"{text}; {hint}"))
+        return chosen
 
     def _for_statement(self, node: Node) -> None:
         """Append a loop of any kind: one without a launch as one statement; one over a single word,

@@ -39,6 +39,8 @@ class Reading:
         text of a ``bash -c``
     child_shells
         each ``( … )`` and ``bash -c`` with a launch, as one statement; the index is its number
+    notes
+        (line, sentence) for the user
     files
         the texts of files that commands have written (`written_texts`)
     open_commands
@@ -55,6 +57,7 @@ class Reading:
         self.child_shells: list[Statement] = []
         self.open_commands: dict[str, list[Statement]] = {}
         self.files: dict[str, str] = {}
+        self.notes: list[tuple[int, str]] = []
         self._functions: dict[str, tuple[Node, Statement, Place]] = {}
         self._place = Place()
         self._exports_all = False  # by `set -a`

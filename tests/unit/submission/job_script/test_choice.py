@@ -78,3 +78,46 @@ def test_a_preparation_is_told_by_its_name(
 ) -> None:
     settings = of_text(tmp_path, "\n".join((*lines, ""))).settings()
     assert (settings["script"], settings.get("setup")) == (script, setup)
+
+
+CONDITION = 'if [ "$(cat n)" -gt 1 ]; then'
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "launcher"),
+    [
+        (f"srun {RUN}", RUN, "srun"),
+        (f"echo one\n{RUN}", f"echo two\nsrun -n 1 {RUN}", "srun"),
+        (f"mpirun -np 2 {RUN}", f"# one\n{RUN}", "mpirun"),
+        ("srun torchrun train.py --a 1", "torchrun train.py --a 1", None),
+        (f"srun {RUN}", f"{RUN}\nelif [ -e x ]; then\n{RUN}", "srun"),
+    ],
+)
+def test_branches_with_the_same_program_are_one_launch(
+    first: str, second: str, launcher: str | None, tmp_path: Path
+) -> None:
+    text = f"{CONDITION}\n{first}\nelse\n{second}\nfi\n"
+    if "elif" in second:
+        text = f"{CONDITION}\n{second}\nelse\n{first}\nfi\n"
+    conversion = of_text(tmp_path, text)
+    settings = conversion.settings()
+    assert (settings["script"], settings["args"]) == ("train.py", ["--a", "1"])
+    assert settings.get("launcher") == launcher
+    assert LOST not in {conversion.group(n)[0] for n in range(3, 3 + text.count("\n"))}
+    assert "every branch starts this program" in str(conversion.notes)
+
+
+@pytest.mark.parametrize(
+    ("first", "end"),
+    [
+        (f"srun {RUN}", f"else\n{RUN} --b 2\nfi"),
+        (f"srun {RUN}", f"else\nA=1 {RUN}\nfi"),
+        (f"srun {RUN}", "fi"),
+        (f"srun {RUN}", f"elif [ -e x ]; then\n{RUN}\nfi"),
+        (f"srun {RUN}\ncp a b", f"else\n{RUN}\nfi"),
+    ],
+)
+def test_branches_that_differ_are_named(first: str, end: str, tmp_path: Path) -> None:
+    conversion = of_text(tmp_path, f"{CONDITION}\n{first}\n{end}\n")
+    assert conversion.group(4)[0] == LOST
+    assert "every branch" not in str(conversion.notes)
