@@ -63,7 +63,7 @@ SRUN_SETTLED = {
     "distribution": "block, or block:…, since ranks go node by node",
 }
 # Distributions of tasks over the nodes, one node after the other; the rest is of a node's CPUs.
-NODE_BY_NODE = re.compile(r"(block|\*)([:,].*)?", re.I)
+NODE_BY_NODE = re.compile(r"(block|\*)([:,].*)?|(no)?pack", re.I)
 # Options of sbatch that are refused: what each does, and what to use instead.
 SBATCH_REFUSED = {
     "no-kill": (

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hpc_ddp.core.job.checks import JOB_NAME
-from hpc_ddp.core.job.slurm_options import SBATCH, SHORT_OPTIONS, as_raw
+from hpc_ddp.core.job.slurm_options import NODE_BY_NODE, SBATCH, SHORT_OPTIONS, as_raw
 from hpc_ddp.core.job.slurm_values import gpus_of
 from hpc_ddp.submission.job_script.bash.words import Word, literal
 from hpc_ddp.submission.job_script.conversion import (
@@ -246,6 +246,8 @@ def _group_of(name: str, operand: str) -> Mark:
     decided = next((why for names, why in _DECIDED.items() if re.fullmatch(names, name)), "")
     if name == "export" and operand in ("NONE", "NIL"):
         return TAKEN, ""
+    if name == "distribution" and not NODE_BY_NODE.fullmatch(operand):
+        return OURS, "ranks go node by node; for a node's CPUs: --distribution=block:…"
     is_chain = name == "array" and operand.endswith("%1")
     return (OURS, decided or _CHAIN) if decided or is_chain else (TAKEN, "")
 

@@ -34,6 +34,16 @@ def test_a_distribution_of_the_step_is_taken_over_for_a_nodes_cpus(
     assert result.group(3)[1].endswith("hpc-ddp sets srun --distribution") == (not expected)
 
 
+@pytest.mark.parametrize("option", ["-m cyclic", "-m plane=4", "-m nopack", "-m block:block"])
+def test_a_distribution_of_the_job_goes_node_by_node(option: str) -> None:
+    result = of_lines(f"#SBATCH {option}", "srun -n 2 python train.py")
+    is_taken = option in ("-m nopack", "-m block:block")
+    assert result.group(2)[0] == (TAKEN if is_taken else OURS)
+    expected = [option.replace("-m ", "--distribution=")] if is_taken else None
+    assert result.settings().get("sbatch") == expected
+    assert result.settings()["launcher"] == "srun"
+
+
 @pytest.mark.parametrize(
     ("line", "args"),
     [

@@ -138,7 +138,7 @@ def test_a_distribution_of_the_job_holds_for_the_step(monkeypatch: pytest.Monkey
         return re.findall(r"--distribution=[^\s']*", step)
 
     assert distributions() == ["--distribution=block"]
-    for text in ("block:block", "*:cyclic", "block:cyclic:block,NoPack"):
+    for text in ("block:block", "*:cyclic", "block:cyclic:block,NoPack", "nopack"):
         assert distributions(sbatch=(f"--dist={text}",)) == [f"--distribution={text}"]
         # An option of the step goes before it, as in Slurm.
         assert distributions(srun=(f"--distribution={text}",))[-1] == f"--distribution={text}"
