@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
-from harness import SCRIPTS, Hpc
+from harness import SCRIPTS, Hpc, Job
 
 
 @pytest.mark.more
@@ -45,13 +46,17 @@ def test_a_preempted_job_finds_its_tree_on_the_node(hpc: Hpc, tmp_path: Path) ->
     trees = []
     for count in (2, 3):
         job.preempt()
-        job.until(lambda count=count: job.output().count("prefix ") == count, "a start")
+        job.until(partial(_has_started, job, count), "a start")
         trees += [(mark, mark.stat().st_ino) for mark in near.glob("*/*/*.complete")]
     (tmp_path / "go").touch()
     assert job.end() == "COMPLETED", job.output()
     assert len(trees) == 2
     assert trees[0] == trees[1]
     assert [*near.iterdir()] == []
+
+
+def _has_started(job: Job, count: int) -> bool:
+    return job.output().count("prefix ") == count
 
 
 LATER = """

@@ -45,6 +45,7 @@ with listen_on_any_port() as store_socket:
 """
 AGENT = """
 connection, store_socket = agent_link.take_dialogue(place)
+os.write(1, b"here\\n")
 line = sys.stdin.readline().strip()
 os.write(1, f"{line} {store_socket.getsockname()[1]}\\n".encode())
 """
@@ -63,6 +64,7 @@ def test_a_process_takes_the_dialogue_and_the_socket(place: Any) -> None:
         assert task.stdin is not None
         assert task.stdout is not None
         port = task.stdout.readline().strip()
+        assert task.stdout.readline() == "here\n"
         task.stdin.write("a question\n")
         task.stdin.flush()
         assert task.stdout.readline() == f"a question {port}\n"
@@ -84,6 +86,9 @@ def test_a_fork_that_crashes_is_a_fault_unless_its_agent_is_gone(place: Any, is_
     patch = "agent_link.AGENT_S = 0\nagent_link.process.identity = lambda pid: {'began': None}\n"
     patch = patch if is_gone else "agent_link.AGENT_S = 0\n"
     with _start(place, AGENT + CRASH) as agent, _start(place, patch + TASK) as task:
+        assert task.stdout is not None
+        while task.stdout.readline() != "here\n":
+            pass
         output, errors = task.communicate("a question\n", timeout=60)
         assert agent.wait(60) == 9
     assert task.returncode == (0 if is_gone else 1), errors
