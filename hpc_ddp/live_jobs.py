@@ -227,8 +227,9 @@ def _work_on(run: RunFolder, queue: Queue, besides: JobRef | None, guesses: bool
 def _unnamed_job(
     run: RunFolder, queue: Queue, events: Sequence[JournalEvent], guesses: bool
 ) -> Work | None:
-    """Return a live job of the run's script, which the run's journal, `events`, need not name. With
-    `guesses`, for a run without known jobs, also return one that may be live. None without any."""
+    """Return a live job of the run's script, which its journal, `events`, need not name; None
+    without one. With `guesses`, for a run without known jobs (not checked here), one more may be
+    its, of `Life.UNKNOWN`: any, if the cluster can't be asked, or one whose script was piped in."""
     scripts = {job.script for job in queue.live.values()}
     if os.path.realpath(run.script) in scripts:
         return Work("a job of its script", Life.LIVE)

@@ -150,10 +150,9 @@ def sbatch(
 
     A job whose sbatch got no answer may be queued all the same ("Socket timed out", seen on 22.05).
     So this is reported on stderr, and the queue is searched, for seconds, for a job of this script
-    that is not among `earlier`.
-    Without one the script is submitted again, until `give_up` by ``time.monotonic()`` (None:
-    PATIENCE_S from now). Raise NoAnswerError after that, where sbatch prints no id and no job is
-    found, or where squeue refuses; and HpcDdpError where sbatch refuses.
+    that is not among `earlier`. Without one the script is submitted again, until `give_up` by
+    ``time.monotonic()`` (None: PATIENCE_S from now). Raise NoAnswerError after that, where sbatch
+    prints no id and no job is found, or where squeue refuses; and HpcDdpError where sbatch refuses.
 
     Slurm gives the job sbatch's umask: the user's, in HPC_DDP_UMASK where `node.entry` has set one.
     """
@@ -161,6 +160,7 @@ def sbatch(
     job_options = options_of(script, options)
     if cluster and "clusters" in job_options:
         options = (*options, f"--clusters={cluster}")
+        job_options["clusters"] = cluster
     argv = ["sbatch", "--parsable", *options, str(script)]
     env = submit_env(env, job_options)
     names = job_options.get("clusters") or env.get("SBATCH_CLUSTERS") or env.get("SLURM_CLUSTERS")

@@ -220,7 +220,8 @@ def parse_record(text: str) -> JobRecord:
     """Return the record of the job that ``scontrol show job`` printed; of several jobs, as an
     array's tasks, the first one. The reason has blanks in place of ``_``; a missing field is '' or
     None."""
-    field = partial(_field, text)
+    # A record's NodeList may be empty: the next record's would be found for it.
+    field = partial(_field, re.split(r"\n(?=JobId=)", text.strip(), maxsplit=1)[0])
     return JobRecord(
         state=_state(field(r"^\s+JobState=(\S+)")),
         reason=field(r"^\s+JobState=\S+ Reason=(\S+)").replace("_", " "),

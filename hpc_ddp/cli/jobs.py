@@ -155,14 +155,14 @@ def _note_misplaced(script: str | None, args: Sequence[str]) -> None:
 def _make_plan(
     options: dict[str, Any], new_code: bool = False, **forced: Any
 ) -> tuple[Plan, config.Settings]:
-    """Return the plan of a job, of a new run or of ``--run``, and its merged settings; the run is
-    not written.
+    """Return the plan of a job, of a new run or of ``--run``, and its merged settings. No run is
+    made, and that of ``--run`` stays as it is, but for a start of it that was broken off: this is
+    undone first (`plan_continuation`).
 
     ``run_text`` is removed from `options`; `new_code` and `forced` are as in `_write_run`. It
     prints to stderr which project file and site count, misplaced options, kept arguments, changed
-    files of the code, and warnings. Raise UsageError for a refused setting, and where ``--run``
-    means no run, or one that can't go on; and OSError where its folder, or the script, can't be
-    read.
+    files of the code, an undone start, and warnings. Raise UsageError for a refused setting, and
+    for a ``--run`` that is none, or can't go on; OSError where it, or the script, can't be read.
     """
     _note_misplaced(options.get("script"), options.get("args", ()))
     run_text = options.pop("run_text")

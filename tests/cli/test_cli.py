@@ -328,6 +328,9 @@ def test_an_unknown_option_is_a_usage_error(run_cli: Cli) -> None:
     done = run_cli("submit", "--nodse", "2", "train.py")
     assert done.returncode == 2
     assert "--nodes" in done.stderr
+    done = run_cli("site", "--bogus")
+    assert done.returncode == 2
+    assert "SCRIPT" not in done.stderr
 
 
 def test_a_locale_without_a_character_is_no_traceback(project: Path) -> None:

@@ -102,7 +102,7 @@ def test_a_command_that_is_not_there_ends_the_run_with_its_name(
         (["job"], "is a script for sbatch", "hpc-ddp import job"),
         ([sys.executable], "is no Python script", f"--no-python ./{Path(sys.executable).name}"),
         (["-m", "package/train.py"], "is no module", "-m package.train"),
-        (["-m", "--no-python", "bash"], "is no module", "-m package.train"),
+        (["-m", "--no-python", "bash"], "--module and --no-python exclude each other", "one of"),
         (["--torchrun=--no-python", "show.py"], "is set by hpc-ddp", "own --no-python"),
     ],
 )

@@ -88,6 +88,10 @@ def test_a_record_of_an_ended_job_is_parsed() -> None:
     assert record.start_time is not None
     assert parse_record(WAITS.replace("NodeList=(null)\n", "NodeList=n[1-2]\n")).nodes == "n[1-2]"
     assert parse_record("").state == ""
+    # Of a waiting array's first record it may be empty; then the next record follows.
+    first = WAITS.replace("NodeList=(null)\n", "NodeList=\n")
+    second = "JobId=101 JobName=x\n   JobState=RUNNING Reason=None\n   NodeList=n7\n"
+    assert parse_record(f"{first}\n{second}").nodes == ""
 
 
 @pytest.mark.parametrize(

@@ -103,7 +103,11 @@ def _check_notation(spec: JobSpec) -> None:
 def _check_names(spec: JobSpec) -> None:
     """Check the names of the module and of the job. Raise UsageError for a bad one, and for
     ``--module`` and ``--no-python`` at once."""
-    if (spec.module and spec.no_python) or (spec.module and not _MODULE.fullmatch(spec.script)):
+    if spec.module and spec.no_python:
+        raise UsageError(
+            "--module and --no-python exclude each other: a module needs Python", hint="one of them"
+        )
+    if spec.module and not _MODULE.fullmatch(spec.script):
         raise UsageError(
             f"{spec.script!r} is no module; accepted with --module: a name such as package.train",
             hint="hpc-ddp submit -m package.train --lr 0.1",

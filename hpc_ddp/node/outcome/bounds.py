@@ -104,11 +104,13 @@ def over_requeues(facts: AttemptFacts, cause: Cause) -> str | None:
 
 
 def _count_without_progress(facts: AttemptFacts, cause: Cause) -> int:
-    """Return the number of attempts in a row, up to this one, that brought no newer checkpoint; 0
-    where this one, which ended with `cause`, has saved or is excused: a job may crash its nodes.
+    """Return the number of attempts in a row, the last of them this one, that brought no newer
+    checkpoint; 0 where this one has saved, or where its `cause` is excused.
 
-    Preemptions, Slurm's own requeues, and time limits of a script without hpc_ddp.training are
-    excused: they do not count. They also end the row of such a script, which may have saved.
+    Excused are preemptions, Slurm's own requeues, and, for a script without hpc_ddp.training, time
+    limits. Lost nodes are not: a job may crash its nodes. An earlier attempt with an excused cause
+    is not counted. With hpc_ddp.training the row goes on before it; without, the row ends there,
+    since the script may have saved in it.
     """
     excused = {Cause.PREEMPTED, Cause.SUPERSEDED, *(() if facts.is_ours else (Cause.TIME_LIMIT,))}
     if cause in excused or facts.progress:

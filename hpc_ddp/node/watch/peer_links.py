@@ -249,7 +249,7 @@ class PeerLinks:
             for message in link.receive():
                 if link.task is not None:
                     self._act_on(link, message)
-                elif not self._proves_itself(link, message):
+                elif not self._go_on_with_proof(link, message):
                     raise ValueError("the other end does not know the secret")
         except BlockingIOError:
             return
@@ -267,13 +267,15 @@ class PeerLinks:
             self._forward_at = time.monotonic() + FORWARD_EVERY_S
             self._wake_all_but(link)
 
-    def _proves_itself(self, link: Link, message: dict[str, Any]) -> bool:
-        """Answer a `message` of a `link` whose other end has not proved itself yet. Return False
-        where that does not know the secret, or is neither parent nor child.
+    def _go_on_with_proof(self, link: Link, message: dict[str, Any]) -> bool:
+        """Take this end's next step in the proof of a `link` that has no `task` yet, by a `message`
+        of the other end. Return False where the link must be dropped: the message has no right
+        proof, or names a supervisor that is no child of this one. After True the other end may
+        still be without a proof: the link gets its `task` once there is one.
 
         The parent sends its nonce; the child answers with its proof and a nonce of its own, and the
-        parent with its proof. Once the other end is proved, the link gets its `task`, and this
-        supervisor is woken: it may have missed earlier wake-ups.
+        parent with its proof. Once the other end is proved, the pauses between tries to connect are
+        short again, and this supervisor is woken: it may have missed earlier wake-ups.
         """
         if link is self._parent and "nonce" in message:
             nonce = str(message["nonce"])

@@ -207,13 +207,16 @@ def set_compile_cache() -> None:
 
 def resume_args() -> list[str]:
     """Return the arguments that a resume adds to the script's (``--resume-args``), split as by a
-    shell; [] where this start resumes nothing.
+    shell; [] where this start resumes nothing. All is read from this process's environment.
 
     Nothing is resumed in the first attempt of the run, or in the first since ``--fresh``, unless
-    torchrun has started the worker again. Nor is anything resumed where HPC_DDP_RESUME_IF is set
-    and no file matches this pattern: an earlier attempt may have ended before it wrote the file.
-    Files that are older than that first attempt don't count, which is printed; the time of a folder
-    shows nothing. Raise ValueError for an open quote.
+    torchrun has started the worker again.
+
+    Nor is anything resumed where HPC_DDP_RESUME_IF is set and no path that counts matches this
+    pattern: an earlier attempt may have ended before it wrote one. A folder counts always, since
+    its time shows nothing; a file counts if it is not older than that first attempt. Where there
+    are older files only, a line on stderr says so. Raise ValueError for an open quote, KeyError
+    without HPC_DDP_RUN.
     """
     numbers = ("HPC_DDP_ATTEMPT", "HPC_DDP_FIRST_ATTEMPT", "TORCHELASTIC_RESTART_COUNT")
     attempt, first_attempt, restarts = (int(os.environ.get(name) or 0) for name in numbers)

@@ -135,7 +135,8 @@ def _take_settings(launch: Launch, writer: ArgumentWriter) -> None:
     for key, words in launch.settings.items():
         for before, word in zip([literal(""), *words], words, strict=False):
             at = word.line or launch.line
-            option = before.text if key == "container-options" else ""
+            is_value = key == "container-options" and not word.text.startswith("-")
+            option = before.text if is_value else ""
             if launch.kind and word.text.startswith("--mpi") and key == "srun":
                 launch.mark(at, OURS, "srun --mpi")
             elif writer.refuse_word(word, key, launch.line):

@@ -211,15 +211,17 @@ def _find_submit(node: Node) -> Node | None:
 
 
 def _reads_document(words: Sequence[Word], document: _Document) -> bool:
-    """Return whether the `words` behind ``sbatch`` are options, and at their end the document's
-    file if it has one. The first word must be an option, and so must a word with code: the values
-    of others may be known to the job alone."""
+    """Return whether sbatch, with the `words` behind it, reads the document: from stdin, or from
+    the document's file, whose name must then be the last word.
+
+    The other words must be options and their values. So the first one must begin with ``-``, and so
+    must each word with code: only the job may know whether ``$X`` is a value or a script. A later
+    word without code counts as the value of the option in front of it."""
     options = words[:-1] if document.file else words
-    is_named = not document.file or (words[-1:] and words[-1].text in _forms(document.file))
-    return bool(is_named) and all(
-        word.text.startswith("-") if index == 0 or not word.is_static else True
-        for index, word in enumerate(options)
-    )
+    if document.file and not (words and words[-1].text in _forms(document.file)):
+        return False
+    must_be_options = [*options[:1], *(word for word in options[1:] if not word.is_static)]
+    return all(word.text.startswith("-") for word in must_be_options)
 
 
 def _forms(file: str) -> set[str]:

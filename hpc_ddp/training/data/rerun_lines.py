@@ -177,21 +177,24 @@ def _put_settings(thing: Any, settings: dict[str, Any]) -> None:
 
 
 def _is_equal(first: Any, second: Any) -> bool:
-    """Return whether two settings are equal; NaN equals NaN. Tensors, arrays, containers and
-    objects of classes without an ``__eq__`` are compared by their content."""
-    if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
-        return torch.equal(first, second)
-    if isinstance(first, Number) and isinstance(second, Number):  # numpy's scalars, too
+    """Return whether two settings are equal. Tensors and arrays are, if they have the same shape
+    and equal elements; containers, and objects of classes without an ``__eq__``, if their contents
+    are. NaN equals NaN in all of them."""
+    are_tensors = isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor)
+    if not are_tensors and isinstance(first, Number) and isinstance(second, Number):
         return bool(first == second) or (first != first and second != second)  # two NaN
-    if type(first) is not type(second):
+    if not are_tensors and type(first) is not type(second):  # a Parameter is a tensor, too
         return False
     if isinstance(first, dict):
         return first.keys() == second.keys() and all(_is_equal(first[k], second[k]) for k in first)
     if isinstance(first, (list, tuple)):
         pairs = zip(first, second, strict=False)
         return len(first) == len(second) and all(_is_equal(*pair) for pair in pairs)
+    if are_tensors or (hasattr(first, "shape") and hasattr(first, "size")):
+        if first.shape != second.shape:
+            return False
+        return bool(((first == second) | ((first != first) & (second != second))).all())
     comparison: object = type(first).__eq__
     if comparison is object.__eq__ and hasattr(first, "__dict__"):
         return first is second or _is_equal(vars(first), vars(second))
-    is_equal = first == second
-    return bool(is_equal.all() if hasattr(is_equal, "all") else is_equal)  # arrays give an array
+    return bool(first == second)

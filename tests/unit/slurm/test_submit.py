@@ -36,6 +36,18 @@ def test_a_submit_without_an_id_is_not_made_again(slurm_commands: Slurm, clock: 
     assert len(slurm_commands.calls("sbatch")) == 2
 
 
+def test_a_chains_own_job_is_not_found_for_its_next_one(
+    slurm_commands: Slurm, clock: Clock, tmp_path: Path
+) -> None:
+    """The script names all clusters; the next job is submitted to that of the one before."""
+    script = tmp_path / "job.sbatch"
+    script.write_text("#!/bin/bash\n#SBATCH --clusters=all\n")
+    slurm_commands.answer_by("sbatch", f"echo {TIMED_OUT!r} >&2; exit 1")
+    slurm_commands.answer("squeue", f"5\x1fN/A\x1f{script}\n")
+    with pytest.raises(NoAnswerError):
+        slurm.sbatch(script, os.environ, earlier=[JobRef("5", "a")], cluster="a")
+
+
 def test_a_job_that_can_not_be_searched_for_may_be_queued(
     slurm_commands: Slurm, clock: Clock
 ) -> None:

@@ -192,11 +192,15 @@ class Scope:
         self.gpu_counts.pop(name, None)
 
     def forget_changes(self, text: str, first: str, names: Set[str], growing: Set[str]) -> None:
-        """Forget what a command may change, by its `text` and its `first` word.
+        """Forget the values that a command may change. `text` is the command, `first` its first
+        word, `names` the variables that it may set, `growing` those of them, all set, to which it
+        only adds words: these keep their values, with code behind them (`leave_open`). The other
+        ones, and those that the text of an ``eval`` assigns, become None. So do the arguments
+        (`_forget_arguments`), and PWD by a ``cd`` in the text (one that is the command itself is
+        left to `change_folder`).
 
-        The variables `names` become None; those in `growing` keep their values, and are left open.
-        Also changed, where the text is of that kind, are `is_open`, `has_other_ifs`, `formatted`,
-        `gpu_counts`, the arguments (`_forget_arguments`), and PWD by another command than ``cd``.
+        `is_open` may change (by `sets_anything`), `has_other_ifs` (by ``unset IFS``), `formatted`
+        (by ``declare -i`` and the like) and `gpu_counts` (by ``read`` of CUDA_VISIBLE_DEVICES).
         """
         if first == "eval":
             names = names | {*re.findall(r"\b([A-Za-z_]\w*)=", text)}

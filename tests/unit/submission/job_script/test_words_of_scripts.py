@@ -121,6 +121,9 @@ def of_text(*lines: str) -> Conversion:
             {"image": "a", "container-tool": "pyxis",
              "container-options": ["--container-mounts=/b"]},
         ),
+        # A word that can't be written takes an option without its value along, and no other flag.
+        (("srun singularity exec --nv --cleanenv --bind=your_data a.sif python train.py",),
+         {"container-options": ["--nv", "--cleanenv"]}),
         (
             ("srun apptainer -q exec -B/b --pwd /w --nv a.sif python train.py",),
             {"image": "a.sif", "container-options": ["-B/b", "--pwd", "/w", "--nv"]},

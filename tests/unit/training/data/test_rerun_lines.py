@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import StepLR
 
-from hpc_ddp.training.data.rerun_lines import Settings
+from hpc_ddp.training.data.rerun_lines import Settings, _is_equal
 
 
 def test_settings_and_schedulers_are_put_back_with_a_line_for_each() -> None:
@@ -65,6 +65,17 @@ def test_a_state_of_arrays_and_objects_is_compared_by_what_they_hold() -> None:
     settings.put_back(lines.append)
     assert scheduler.curve.points.tolist() == [1, 1, 1]
     assert [line.partition(" is ")[0] for line in lines] == ["sched: curve"]
+
+
+@pytest.mark.parametrize("make", [np.array, torch.tensor], ids=["array", "tensor"])
+def test_arrays_are_equal_by_shape_and_content(make: Any) -> None:
+    """NaN equals NaN; an array that has grown is another one."""
+    nan, one = float("nan"), make([1.0])
+    assert _is_equal(make([1.0, nan]), make([1.0, nan]))
+    assert not _is_equal(make([1.0, nan]), make([1.0, 2.0]))
+    assert not _is_equal(one, make([1.0, 1.0]))
+    assert not _is_equal(make([1.0, 2.0]), make([1.0, 2.0, 3.0]))
+    assert _is_equal(make([True]), make([True]))
 
 
 class Warmup:
