@@ -40,7 +40,7 @@ def test_a_preempted_job_finds_its_tree_on_the_node(hpc: Hpc, tmp_path: Path) ->
     (near := tmp_path / "near").mkdir()
     script = tmp_path / "thrice.py"
     script.write_text((SCRIPTS / "twice.py").read_text() + LATER)
-    words = ("--stage", "--launcher", "srun", "--python", sys.executable)
+    words = ("--stage", "--launcher", "srun", "--python", sys.executable, "--gpus-per-node", "1")
     job = hpc.submit(*words, "--setup", f"export TMPDIR={near}", str(script))
     job.until((job.run.path / "stage" / "label").exists, "the parcel")
     trees = []

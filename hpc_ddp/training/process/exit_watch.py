@@ -1,7 +1,8 @@
-"""Ends a worker whose script is over, and which a thread of the script keeps alive.
+"""Ends a worker that has stopped, and that a thread of the script keeps alive.
 
 Python waits at its exit for each thread that is no daemon. One that waits for what never comes, as
-for an item of a queue, would hold the job's nodes until the time limit.
+for an item of a queue, holds the job's nodes until the time limit. After the training's end that is
+only said: the exit code of the script is not known, and a failed one must not seem to be finished.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ _watcher: threading.Thread | None = None  # one per process
 
 
 def watch_exit(is_stop: bool) -> None:
-    """Start a thread that ends this process, and prints the reason, if the script's main thread has
-    ended and threads that are no daemons go on: for `STOPPED_S` after a stop (`is_stop`), else for
-    `IDLE_S` in which the process has no children and uses less than `BUSY_SHARE` of a processor.
-    The exit code is 1 after an exception of the script's, else 0: that of a ``sys.exit(n)`` is not
-    known. A second call starts no thread, but may tell the first one's of a stop."""
+    """Start a thread that acts where the script's main thread has ended, and others, which are no
+    daemons, go on. It names them: after a stop (`is_stop`) after `STOPPED_S`, and it then ends the
+    process with 0; else after `IDLE_S` in which the process has no children and uses less than
+    `BUSY_SHARE` of a processor. A second call starts no thread, but may tell the first one's of a
+    stop."""
     global _watcher
     if is_stop:
         _stopped.set()
@@ -53,7 +54,9 @@ def _watch() -> None:
         is_busy = time.process_time() - cpu_s > BUSY_SHARE * limit_s
         if not is_stop and (is_busy or children_by_parent().get(os.getpid())):
             idle_since, cpu_s = time.monotonic(), time.process_time()
-    say(f"the script has ended, but not its thread {', '.join(names)}: the process is ended")
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(1 if getattr(sys, "last_value", None) else 0)
+    end = "the process is ended" if is_stop else "it keeps the job's nodes; make it a daemon"
+    say(f"the script has ended, but not its thread {', '.join(names)}: {end}")
+    if is_stop:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
