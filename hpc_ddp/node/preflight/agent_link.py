@@ -21,6 +21,7 @@ from hpc_ddp.node.net.place import Place
 from hpc_ddp.node.preflight.messages import report
 
 LOOK_EVERY_S = 0.2  # for the preflight's task, while it is not there
+DISK_EVERY_S = 5.0  # all nodes ask the one disk
 AGENT_S = 2.0  # within which an agent that was killed is gone, its supervisor has seen it
 
 
@@ -77,8 +78,12 @@ def take_dialogue(place: Place) -> tuple[socket.socket, socket.socket] | None:
     this process, and return the connection to it and the socket for the store. At the dialogue's
     end the caller has to send a byte by the connection. Return None if all nodes have been found
     fit meanwhile. Raise OSError as `_name`."""
-    name = _name(place)
-    while not place.attempt.fit.exists():
+    name, disk_look_at = _name(place), 0.0
+    while True:
+        if time.monotonic() >= disk_look_at:
+            disk_look_at = time.monotonic() + DISK_EVERY_S
+            if place.attempt.fit.exists():
+                return None
         connection = socket.socket(socket.AF_UNIX)
         files: list[int] = []
         with suppress(OSError, ValueError):  # no task yet, or none any more
@@ -93,4 +98,3 @@ def take_dialogue(place: Place) -> tuple[socket.socket, socket.socket] | None:
             return connection, socket.socket(fileno=files[2])
         connection.close()
         time.sleep(LOOK_EVERY_S)
-    return None
