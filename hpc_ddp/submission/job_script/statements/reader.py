@@ -22,6 +22,7 @@ from hpc_ddp.submission.job_script.launchers.read import read_launch
 from hpc_ddp.submission.job_script.statements.reading import OF_ARGUMENTS, Reading
 from hpc_ddp.submission.job_script.statements.statement import inner_text, names_set_by_calls
 
+_ENDS = re.compile(r"exit\b[^;&|\n]*$|exec\s+[^-<>&\d\s][^;&|\n]*$")  # exec of a program
 _CHOOSES = "a condition that only the job knows chooses a launch"
 
 
@@ -59,10 +60,15 @@ class Reader(Reading):
 
     def _read_children(self, node: Node) -> None:
         """Append the statements of a node's children, one by one. An ``&`` behind a child is added
-        to the text of the last statement so far."""
+        to the text of the last statement so far. Behind the end of a program nothing is read."""
+        end = 0
         for child in node.children:
-            if child.is_named:
+            if end and child.is_named and not is_comment(child):
+                self._resolve(child, f"never reached: line {end} ends the script", OURS)
+            elif child.is_named:
                 self._read_node(child)
+                if node.type == "program" and _ENDS.match(source(child)):
+                    end = self._at(child)[0]
             elif child.type == "&" and self.statements:
                 self.statements[-1].text += " &"
         if node.type != "program":

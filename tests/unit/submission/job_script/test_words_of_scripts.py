@@ -35,6 +35,12 @@ def of_text(*lines: str) -> Conversion:
         (("#SBATCH -D sub", "cd /x", TRAIN), {"chdir": "/x", "script": "/x/train.py"}),
         (("#SBATCH -D sub", "cd in", TRAIN), {"chdir": f"{HERE}/sub/in"}),
         (("#SBATCH -D sub", TRAIN), {"chdir": "sub", "script": "sub/train.py"}),
+        # Nothing runs behind an `exit`, or an `exec` of a program, that no condition guards.
+        (("python train.py a", "exit", "rm -rf out", "srun python other.py b"),
+         {"script": "train.py", "args": ["a"], "setup": None}),
+        ((f"{TRAIN} a", "exit $?", "export LR=2", "cp -r out results"),
+         {"args": ["a"], "env": None, "teardown": None}),
+        (("exec > log.txt", "exec 2>&1", "[ -n $A ] || exit 1", f"{TRAIN} a"), {"args": ["a"]}),
         # What a child shell sets stays in it; an `eval` changes the shell itself.
         (("LR=1", '(LR=3; srun -n1 python prep.py)', f"{TRAIN} $LR"), {"args": ["1"]}),
         (("LR=1", 'bash -c "LR=3; python prep.py"', f"{TRAIN} $LR"), {"args": ["1"]}),
