@@ -300,10 +300,14 @@ def _end_link(
 
 
 def _end_state_of(link: JobRef, give_up: float) -> str:
-    """Return Slurm's state of a chain's next job (`link`) that has ended before its turn; '' where
-    the job has not ended, or where Slurm gives no answer until `give_up`, a time of
-    ``time.monotonic()``. A job counts as CANCELLED where the controller does not know it, and the
-    accounting does not know it or can't be asked."""
+    """Return the state in which a chain's next job (`link`) has ended before its turn: Slurm's,
+    where COMPLETING counts as ended, and PREEMPTED does not. '' where the job has not ended, or
+    where Slurm gives no answer until `give_up`, a time of ``time.monotonic()``.
+
+    The state is CANCELLED for each job that is cancelled by the controller (`Job.is_cancelled`:
+    also DEADLINE, REVOKED, and COMPLETING without a reason), and for one that the controller does
+    not know, and the accounting does not know either, or can't be asked.
+    """
     try:
         job = slurm.show_job(link.id, give_up)
     except slurm.NoAnswerError:

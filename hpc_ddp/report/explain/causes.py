@@ -163,8 +163,9 @@ def _explain_unfit_nodes(facts: RunFacts, verdict: VerdictGiven) -> Explanation:
 
 
 def _explain_time_limit(facts: RunFacts) -> Explanation:
-    """Explain an end by the time limit. For a script that reports no steps, the hint has two ways
-    to go on: more requeues, if the script saves by itself, or hpc_ddp.training."""
+    """Explain an end by the time limit. Where the run was given up since its script reports no
+    steps (`Bound.UNSEEN_PROGRESS`), the hint has two ways to go on: more requeues, if the script
+    saves by itself, or hpc_ddp.training. Else the hint is the command that goes on."""
     limit = facts.spec.get("time")
     limit = f"{limit} min" if str(limit).isdigit() else limit
     if facts.spec.get("time_min"):

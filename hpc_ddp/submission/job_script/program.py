@@ -167,9 +167,13 @@ def _take_variables(launch: Launch, writer: ArgumentWriter) -> None:
 
 
 def _take_marks(launch: Launch, result: Conversion) -> None:
-    """Put the launch's marks into `result`: lost lines and notes as they are; for each line one
-    mark for all that hpc-ddp sets itself. A line that has words of the launch, too, is taken over,
-    with these in the reason; of another line only what is lost is kept beside them."""
+    """Put the launch's marks into `result`. A lost mark and a note go there as they are; a lost
+    mark without a line is that of the launch.
+
+    Marks of what hpc-ddp sets itself become one for each line, which names all of it. On a line
+    with words of the launch this mark, and one for the launch, are `TAKEN`, and the line's earlier
+    marks stay. On another line the mark is `OURS`, and of the earlier marks only lost ones stay.
+    """
     lines_of_words = {launch.line, *(word.line for word in launch.words)}
     ours: dict[int, list[str]] = {}
     for at, group, text in launch.marks:

@@ -378,9 +378,10 @@ def _parameters_of(things: Iterable[Any]) -> set[int]:
 
 
 def _objects_within(objects: Iterable[Any]) -> Iterator[Any]:
-    """Yield objects, without wrappers, and the objects that they hold by attributes, dicts and
-    lists, each once, `LEVELS` deep and up to `MOST_PARTS` at a level. Modules are yielded without
-    their parts, tensors and texts not at all."""
+    """Yield objects, without wrappers, and the objects that they hold by attributes, dicts, lists
+    and tuples, each once. The search is `LEVELS` deep; of what a level holds the first `MOST_PARTS`
+    count. Attributes of the names `OF_WEIGHTS` are passed over, in any object. Modules and
+    functions are yielded without their parts; tensors, texts and classes not at all."""
     level, visited = list(map(unwrap, objects)), set[int]()
     for _ in range(LEVELS):
         parts: list[Any] = []

@@ -153,10 +153,15 @@ class Keeper:
         ]
 
     def _pack_compiled(self, label: list[str]) -> list[str]:
-        """Write a new part with the compile caches, if they have more files by now than the present
-        part for this kind of processor; return its line of the label, in a list. Else return
-        `label`, the lines for the present parts. A cache that the user has set is not packed. Raise
-        as `processor`, too."""
+        """Write a new part with the compile caches if they have more files by now than the present
+        part of this kind of processor has, or if there is no such part. Return its line of the
+        label as the only one: the caller removes the present part, also one for another kind of
+        processor.
+
+        Return `label`, the lines of the present part, where nothing is written: also for a cache
+        that the user has set, and where a file of the cache is removed meanwhile. Raise as
+        `processor`, too.
+        """
         folder = self.record.parent / "compile"
         if os.environ.get(COMPILE_CACHE) != str(folder):  # the user's own
             return label

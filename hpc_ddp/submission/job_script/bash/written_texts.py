@@ -23,7 +23,8 @@ from hpc_ddp.submission.job_script.bash.words import Part, Word
 _READING = re.compile(r"echo|printf|cat|head|tail|ls|wc|chmod|grep|stat|test|mkdir|touch")
 _ESCAPES = {"n": "\n", "t": "\t", "\\": "\\"}
 # A list whose later commands may not run.
-_MAY_END = re.compile(r"\[|test\s|!|.*\|\|", re.S)
+# Commands that fail in no script that goes on as it is meant to.
+_SUCCEEDS = re.compile(r"(mkdir|cd|echo|printf|cat|tee|touch|rm|cp|export|module|source|set|\.)\s")
 # The operator of a redirection of the output.
 _WRITES = re.compile(r"[1&]?(>>?)\|?\s*(?!&)")
 
@@ -44,6 +45,13 @@ def write_texts(node: Node, scope: Scope, texts: dict[str, str]) -> None:
     _Writer(scope, texts).output_of(node, None)
 
 
+def _may_end(text: str) -> bool:
+    """Return whether a list of commands may end before its last command, as by a test in it."""
+    return "||" in text or not all(
+        _SUCCEEDS.match(command.strip()) for command in text.split("&&")[:-1]
+    )
+
+
 class _Writer:
     """Follows commands, with the variables of `scope`, as they write into `texts`, by path.
 
@@ -57,10 +65,14 @@ class _Writer:
         self._folder = folder.text if isinstance(folder, Word) else None
 
     def output_of(self, node: Node, stdin: str | None) -> str | None:
-        """Return what a node prints. Remove all files that it may write if it is one whose commands
-        may not run, as a condition."""
+        """Follow a node: note in the texts what it writes, and return what it prints.
+
+        A node without a method here, as ``if`` or ``for``, and a list that goes on only where a
+        command has succeeded, or failed, may run its commands or not. The files that these may
+        write are then dropped from the texts, and the result is None.
+        """
         method, body = getattr(self, f"_{node.type}", None), redirected_command(node)
-        if method and not (body.type == "list" and _MAY_END.match(source(body))):
+        if method and not (body.type == "list" and _may_end(source(body))):
             return method(node, stdin)  # type: ignore[no-any-return]
         for inner in all_below(node):
             if inner.type == "command":

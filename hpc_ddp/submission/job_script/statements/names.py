@@ -86,9 +86,13 @@ def take_shell_variables(
 def note_lost_variables(
     statements: Sequence[Statement], set_by_lines: Set[str], result: Conversion
 ) -> None:
-    """Add a note to `result` on each variable that one of the script's `statements` sets, that a
-    setting in `result` uses, and that neither a line there sets (`set_by_lines`) nor hpc-ddp.
-    Variables of lost statements have their own reasons."""
+    """Add a note to `result` on each variable that is needed and lost: a statement of the batch
+    script sets it, an entry of a list in `result` uses it (``expand`` has the names that single
+    settings use), and no line in `result` sets it. `set_by_lines` has the variables that these set.
+
+    No note is added for hpc-ddp's variables, nor for those of launches, of lines that each task
+    runs, of lost statements, and in ``result.unknown``: these have reasons of their own.
+    """
     texts = [text for key in result.lists for text, _ in result.lists[key] if key != "env-names"]
     used = {name for text in texts for name in (*names_in(text), text.removesuffix("[@]"))}
     for statement in (s for s in statements if not s.in_task and s.launch is None):
