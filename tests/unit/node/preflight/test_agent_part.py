@@ -24,7 +24,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("HPC_DDP_NODE", "n1")
     attempt = RunFolder(tmp_path).attempt(0)
     attempt.path.mkdir(parents=True)
-    attempt.secret.write_bytes(b"secret")
+    attempt.secret.write_bytes(os.urandom(32))  # other tests run at the same time
     return SimpleNamespace(attempt=attempt, node="n1")
 
 
@@ -87,8 +87,7 @@ def test_a_fork_that_crashes_is_a_fault_unless_its_agent_is_gone(place: Any, is_
     patch = patch if is_gone else "agent_link.AGENT_S = 0\n"
     with _start(place, AGENT + CRASH) as agent, _start(place, patch + TASK) as task:
         assert task.stdout is not None
-        while task.stdout.readline() != "here\n":
-            pass
+        assert "here\n" in iter(task.stdout.readline, "")
         output, errors = task.communicate("a question\n", timeout=60)
         assert agent.wait(60) == 9
     assert task.returncode == (0 if is_gone else 1), errors
