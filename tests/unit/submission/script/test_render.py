@@ -453,7 +453,7 @@ def test_the_parcel_is_brought_within_a_time(
     output, calls = _play_stage(tmp_path, stage, bring)
     assert f"brought: {is_brought}" in output
     assert text in output
-    assert calls == "bring\nremove\n"  # the last at the exit
+    assert calls == "bring\ntidy\n"  # the last at the exit
     assert output.count("own exit\n") == 1
     assert (tmp_path / "run" / "unstaged").exists() == ("no copy" in text)
 
@@ -463,12 +463,12 @@ def test_an_unstaged_run_brings_nothing(
 ) -> None:
     (tmp_path / "run" / "unstaged").touch()
     (tmp_path / "run" / "unstaged").chmod(0o644)
-    assert _play_stage(tmp_path, stage, "")[1] == "remove\n"
+    assert _play_stage(tmp_path, stage, "")[1] == "tidy\n"
 
 
 def test_no_removal_is_waited_for() -> None:
     text = _render(stage=True, preflight=True).text()
-    removals = [line for line in text.splitlines() if '"${_near[@]}" remove' in line]
+    removals = [line for line in text.splitlines() if '"${_near[@]}" tidy' in line]
     assert removals
     assert all("timeout -k" in line for line in removals)
 
