@@ -79,8 +79,9 @@ class Group(click.Group):
                 click.echo(f"hint: {error.hint}", err=True)
             ctx.exit(error.exit_code)
         except click.NoSuchOption as error:
-            is_of_script = error.ctx and not isinstance(error.ctx.command, click.Group)
-            if error.ctx is None or error.ctx.allow_interspersed_args or not is_of_script:
+            if error.ctx is None or error.ctx.allow_interspersed_args:
+                raise
+            if isinstance(error.ctx.command, click.Group):  # which has no script
                 raise
             text = f"{error.format_message()} Options of your script go after SCRIPT."
             raise click.UsageError(text, error.ctx) from None

@@ -123,7 +123,7 @@ def _cause(facts: AttemptFacts) -> Cause:
 def _describe(facts: AttemptFacts, cause: Cause) -> tuple[str, EndKind | None]:
     """Return the end of an attempt with `cause` in words, for the verdict's `why`, and its kind,
     None where the cause says all."""
-    if cause == Cause.FAILED and not any(record["code"] for record in facts.ends):
+    if cause == Cause.FAILED and facts.has_ended_well:
         if facts.failure:
             return f"{facts.failure}: {HIDDEN_EXIT}", EndKind.HIDDEN_EXIT
         if early_exits(facts.events, facts.attempt):
@@ -137,8 +137,7 @@ def _describe(facts: AttemptFacts, cause: Cause) -> tuple[str, EndKind | None]:
         silent = ", ".join(silent_nodes(facts.spec, facts.nodes, facts.records))
         return f"no word from {silent or 'a node'}", None
     end = str(cause) if facts.step is None else f"{cause}, at step {facts.step}"
-    is_good = facts.complete and not any(record["code"] for record in facts.ends)
-    if facts.is_plain and facts.notices and is_good:
+    if facts.is_plain and facts.notices and facts.has_ended_well:
         return end + MAYBE_DONE, EndKind.MAYBE_FINISHED
     if any(record.get("killed") and record["notice"] for record in facts.ends):
         return end + OUTLASTED, EndKind.KILLED

@@ -123,15 +123,14 @@ def _ask_and_close(
     are raised, and OSError where the folder can't be made.
     """
     folder = run.path / f".preflight-{secrets.token_hex(8)}"
-    patience_s = CLOSE_S
+    patience_s, again = CLOSE_S, first_reports is not None
     try:
         folder.mkdir(mode=0o700)
         with contextlib.suppress(LaunchError):
-            again = first_reports is not None
             ask_questions(dialogue, spec, run, folder, again, first_s, env.preflight_shell)
         if first_reports is not None:
             drop_unconfirmed(first_reports, dialogue.reports)
-        if first_reports is not None or not has_doubt(dialogue.reports):
+        if again or not has_doubt(dialogue.reports):
             is_fit = outcome(dialogue.reports)["ok"]
             if is_fit and env.preflight_shell:
                 env.attempt_folder.fit.touch()  # for agents that the word does not reach

@@ -38,7 +38,7 @@ _INSTEAD = {
     "no-requeue": '--max-requeues 0; for the site\'s default: without = ["--requeue"]',
     "requeue": "--continue-by requeue",
     "container-image": "--image alone",
-    "distribution": "block, or block:…, since ranks go node by node",
+    "distribution": SRUN_SETTLED["distribution"],
 }
 # The job does not work without these.
 _NEEDED = ("job-name", "nodes", "ntasks-per-node", "output", "open-mode", "signal", "no-kill")

@@ -225,7 +225,6 @@ class Rendering:
             "is_array": bool(spec.array),
             "trials": [trial_args(trial, spec.args) for trial in spec.trials],
             "preflight": spec.preflight,
-            # submitit writes the line of the step itself.
             # The launch has to wait for the preflight there; submitit's line does not, and a user's
             # template may not.
             "agents_take_part": spec.preflight

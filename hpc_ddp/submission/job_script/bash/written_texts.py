@@ -22,7 +22,6 @@ from hpc_ddp.submission.job_script.bash.words import Part, Word
 # Commands that do not change the files which they name.
 _READING = re.compile(r"echo|printf|cat|head|tail|ls|wc|chmod|grep|stat|test|mkdir|touch")
 _ESCAPES = {"n": "\n", "t": "\t", "\\": "\\"}
-# A list whose later commands may not run.
 # Commands that fail in no script that goes on as it is meant to.
 _SUCCEEDS = re.compile(r"(mkdir|cd|echo|printf|cat|tee|touch|rm|cp|export|module|source|set|\.)\s")
 # The operator of a redirection of the output.
@@ -30,7 +29,7 @@ _WRITES = re.compile(r"[1&]?(>>?)\|?\s*(?!&)")
 
 
 def path_of(word: Word, folder: str | None) -> str:
-    """Return the path of a file that `word` names, from a `folder`; None for one that is not
+    """Return the path of a file that `word` names, as seen from a `folder`, None if that is not
     known."""
     return os.path.normpath(os.path.join(folder or "", os.path.expanduser(word.text)))
 

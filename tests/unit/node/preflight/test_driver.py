@@ -54,14 +54,7 @@ class Scripted:
     def send(self, **question: Any) -> None:
         self.questions.append(question)
 
-    def wait(
-        self,
-        stage: str,
-        nodes: Sequence[str],
-        slack: float = 1.0,
-        first_s: float | None = None,
-        late_is_fault: bool = True,
-    ) -> list[str]:
+    def wait(self, stage: str, nodes: Sequence[str], *_: object, **__: object) -> list[str]:
         self.waits.append(f"{stage} {' '.join(nodes)}")
         for node in nodes:
             message: dict[str, Any] = {"stage": stage}
