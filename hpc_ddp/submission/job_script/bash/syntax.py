@@ -219,6 +219,23 @@ def only_reports(node: Node, commands: Set[str] = frozenset()) -> bool:
     return names <= _REPORTING | commands and not (is_empty or does_more)
 
 
+def is_last(node: Node) -> bool:
+    """Return whether nothing but prints stands behind a node in its script. In a loop or a
+    function, and in the text of another command, it is never the last."""
+    blocks = {"program", "if_statement", "elif_clause", "else_clause", "case_statement",
+              "case_item", "compound_statement"}  # fmt: skip
+    while node.parent and node.parent.type in blocks:
+        behind, sibling = [], node.next_named_sibling
+        while sibling:
+            behind.append(sibling)
+            sibling = sibling.next_named_sibling
+        in_branch = ("elif_clause", "else_clause", "case_item")
+        if not all(s.type in in_branch or only_reports(s) for s in behind):
+            return False
+        node = node.parent
+    return node.parent is None
+
+
 def names_set_in(node: Node) -> set[str]:
     """Return the variables that a block may set, as ``N`` by ``N=1``, ``for N in 1 2``, ``read N``
     or ``((N++))``; some of its other words may be among them."""
@@ -227,11 +244,17 @@ def names_set_in(node: Node) -> set[str]:
         words, kind = [source(child) for child in inner.named_children], inner.type
         if kind in ("variable_assignment", "for_statement"):
             names.add(re.split(r"\W", words[0])[0])  # A of A[1]
-        elif kind == "unset_command" or source(inner.child_by_field_name("name")) in _SETTERS:
-            names |= {re.split(r"\W", word)[0] for word in words}
+        elif kind == "unset_command" or _sets_by_words(inner):
+            names |= {re.split(r"\W", word)[0] for word in words if word != "printf"}
         elif kind.endswith("_expression") and re.search(r"[^=!<>]=[^=]|\+\+|--", source(inner)):
             names |= {*words[:1]}  # N of ((N=1)), ((N+=1)) and ((N++))
     return {name for name in names if re.fullmatch(r"[A-Za-z_]\w*", name)}
+
+
+def _sets_by_words(node: Node) -> bool:
+    """Return whether a node is a command that may set variables which its words name."""
+    name = source(node.child_by_field_name("name"))
+    return name in _SETTERS and (name != "printf" or bool(re.search(r"\s-v", source(node))))
 
 
 def adds_words(name: str, text: str) -> bool:

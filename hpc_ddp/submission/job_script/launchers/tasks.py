@@ -30,7 +30,7 @@ _SRUN_USES = {
     "output|error|label|jobid|overlap|kill-on-bad-exit|no-kill|wait|exact"
     "|nodelist|relative|partition|account|time|job-name|mem|gres|gpus|gpus-per-(node|task)"
     "|ntasks-per-gpu"
-    "|unbuffered|quiet|verbose|exclusive": "ours",
+    "|unbuffered|quiet|verbose|exclusive|auto-resume": "ours",
     ".*": "+srun",
 }
 
@@ -147,7 +147,9 @@ def read_srun(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
             break  # it is the program
         unknown = remaining[0]
         is_set = {*unknown.names} & scope.values.keys() or scope.is_open
-        if is_set or not all(part.name for part in unknown.parts):
+        if re.search("auto_?resume", unknown.text, re.I):  # SageMaker HyperPod's --auto-resume=1
+            launch.mark(unknown.line, OURS, f"srun {unknown.text}")
+        elif is_set or not all(part.name for part in unknown.parts):
             text = f"srun {unknown.text}: only the job knows it: srun = […]"
             launch.mark(unknown.line, LOST, text)
         else:

@@ -23,6 +23,7 @@ from hpc_ddp.submission.job_script.statements.branches import (
     branches_of_case,
     choose_arguments,
     find_common_launch,
+    guard_only_launch,
 )
 from hpc_ddp.submission.job_script.statements.open_commands import replaces_launch
 from hpc_ddp.submission.job_script.statements.reading import Reading
@@ -85,17 +86,23 @@ class BranchReading(Reading):
     def _add_choice(self, node: Node, branches: list[Branch]) -> None:
         """Append an ``if`` or ``case`` of which only the job knows the branch that runs: as one
         statement, behind which stands the launch of all branches, if there is one
-        (`choose_arguments`). Else it is lost if a launch is in it."""
+        (`choose_arguments`), or in front of the lines of the only branch with one
+        (`guard_only_launch`). Else it is lost if a launch is in it."""
         has_launch = self._has_launch(node)
         statements = self._read_apart(commands_of(node)) if has_launch else []
         has_launch = any(s.launch and not prepares(s.launch) for s in statements)
-        chosen = choose_arguments(node, branches, self._read_apart) if has_launch else None
-        if chosen is None or self._place.in_task:
+        is_chosen = has_launch and not self._place.in_task
+        chosen = choose_arguments(node, branches, self._read_apart) if is_chosen else None
+        is_guarded = has_launch and not self._place.in_text and syntax.is_last(node)
+        if chosen:
+            self._add(node, chosen[0]).sets |= {CHOSEN}
+            self.scope.set(CHOSEN, None)
+            self._add(node, launch=chosen[1])
+        elif is_guarded and (guard := guard_only_launch(node, branches, self._read_apart)):
+            self._add(node, guard[0])
+            self._read_lines(branches[guard[1]][1])
+        else:
             self._add(node, lost=CHOOSES if has_launch else "")
-            return
-        self._add(node, chosen[0]).sets |= {CHOSEN}
-        self.scope.set(CHOSEN, None)
-        self._add(node, launch=chosen[1])
 
     def _read_apart(self, lines: Sequence[Node]) -> list[Statement]:
         """Return the statements of some lines, which leave this reader as it is."""

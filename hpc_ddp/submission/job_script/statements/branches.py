@@ -10,6 +10,7 @@ from hpc_ddp.submission.job_script.bash import syntax
 from hpc_ddp.submission.job_script.bash.conditions import Branch
 from hpc_ddp.submission.job_script.bash.syntax import Node, source
 from hpc_ddp.submission.job_script.bash.words import Part, Word
+from hpc_ddp.submission.job_script.conversion import STARTS_PYTHON
 from hpc_ddp.submission.job_script.launchers.launch import Launch
 from hpc_ddp.submission.job_script.statements.statement import Statement
 
@@ -74,11 +75,42 @@ def choose_arguments(
         end = node.children[-1]
         last = "else exit 1; " if source(end) == "fi" else "*) exit 1 ;; "
         edits.append((end.start_byte, end.start_byte, last))
-    code, start = source(node).encode(), node.start_byte
-    for begin, stop, text in reversed(edits):
-        code = code[: begin - start] + text.encode() + code[stop - start :]
     array = Word((Part(f"${{{CHOSEN}[@]}}", is_code=True, splits=False),), launches[0].line)
-    return code.decode(), replace(launches[0], args=[array])
+    return _edit(node, edits), replace(launches[0], args=[array])
+
+
+def guard_only_launch(
+    node: Node, branches: list[Branch], read: ReadLines
+) -> tuple[str, int] | None:
+    """Return the text of an ``if`` or ``case``, `node`, without the lines of its only branch that
+    has a launch, and the index of this branch. In the text all other branches end the script, as
+    they do where `node` is the script's last command. None where another branch has a launch, starts
+    Python or is empty.
+    """
+    launches = [any(s.launch and not s.lost for s in read(lines)) for _, lines in branches]
+    others = [lines for (_, lines), is_it in zip(branches, launches, strict=True) if not is_it]
+    starts_python = any(re.match(STARTS_PYTHON, source(line)) for lines in others for line in lines)
+    if launches.count(True) != 1 or starts_python or not all(others):
+        return None
+    chosen, end = launches.index(True), node.children[-1]
+    edits = []
+    for last_line in (lines[-1] for lines in others):
+        exit_line = f"\n{' ' * last_line.start_point[1]}exit"
+        edits.append((last_line.end_byte, last_line.end_byte, exit_line))
+    edits.append((branches[chosen][1][0].start_byte, branches[chosen][1][-1].end_byte, ":"))
+    if branches[-1][0]:  # no else
+        last = "else exit 0; " if source(end) == "fi" else "*) exit 0 ;; "
+        edits.append((end.start_byte, end.start_byte, last))
+    return _edit(node, edits), chosen
+
+
+def _edit(node: Node, edits: list[tuple[int, int, str]]) -> str:
+    """Return the code of a node in which each of the `edits` has replaced the code between two
+    bytes of the script by a text."""
+    code, start = source(node).encode(), node.start_byte
+    for begin, stop, text in sorted(edits, reverse=True):
+        code = code[: begin - start] + text.encode() + code[stop - start :]
+    return code.decode()
 
 
 def _without_arguments(launch: Launch) -> tuple[str, ...]:

@@ -237,14 +237,24 @@ class Reader(BranchReading):
     def _read_list_with_launch(self, node: Node) -> None:
         """Append the statements of both sides of ``a && b`` or ``a || b`` with a launch. A command
         without one behind it gives no statement if it only reports, as ``|| exit 1``, else a lost
-        one. With a launch behind a test or ``||`` alone, the whole is one lost statement, since
-        only the job knows whether it runs."""
+        one. With a launch behind a test or ``||`` alone, only the job knows whether it runs: the
+        first side ends the script where it does not, or, where more than prints follows, the whole
+        is one lost statement."""
         first, last = node.named_children[0], node.named_children[-1]
         is_test = re.match(r"(\[|test\b|!)", source(first)) or node.children[1].type == "||"
         if is_test and not self._has_launch(first):
-            self._add(node, lost=CHOOSES)
+            if self._place.in_text or not syntax.is_last(node):
+                self._add(node, lost=CHOOSES)
+                return
+            ends = {"&&": "||", "||": "&&"}[node.children[1].type]
+            self._add(first, f"{source(first)} {ends} exit")
+            self._read_node(last)
             return
-        self._read_node(first)
+        parts = [first]  # of which each is read by itself between two launches
+        while self._has_launch(last) and parts[0].type == "list" and "||" not in source(parts[0]):
+            parts[:1] = parts[0].named_children[0], parts[0].named_children[-1]
+        for part in parts:
+            self._read_node(part)
         self.statements[-1].around = "" if self._has_launch(last) else source(node)
         if self._has_launch(last) or not self._has_launch(first):
             self._read_node(last)

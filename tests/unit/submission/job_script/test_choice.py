@@ -112,12 +112,39 @@ def test_branches_with_the_same_program_are_one_launch(
     [
         (f"srun {RUN}", f"else\n{RUN} --b 2\nfi"),
         (f"srun {RUN}", f"else\nA=1 {RUN}\nfi"),
-        (f"srun {RUN}", "fi"),
+        (f"srun {RUN}", "fi\ncp a b"),
         (f"srun {RUN}", f"elif [ -e x ]; then\n{RUN}\nfi"),
         (f"srun {RUN}\ncp a b", f"else\n{RUN}\nfi"),
+        (f"srun {RUN}", "else\npython other.py\nfi"),
     ],
 )
 def test_branches_that_differ_are_named(first: str, end: str, tmp_path: Path) -> None:
     conversion = of_text(tmp_path, f"{CONDITION}\n{first}\n{end}\n")
     assert conversion.group(4)[0] == LOST
     assert "every branch" not in str(conversion.notes)
+
+
+@pytest.mark.parametrize(
+    ("text", "setup"),
+    [
+        (f"[ -f x ] && srun {RUN}", ["[ -f x ] || exit"]),
+        (f"[ -f x ] && [ -f y ] && srun {RUN}", ["[ -f x ] && [ -f y ] || exit"]),
+        (f"grep -q over log || srun {RUN}", ["grep -q over log && exit"]),
+        (f"if [ -f x ]; then\nsrun {RUN}\nfi\necho over", ["if [ -f x ]; then\n:\nelse exit 0; fi"]),
+        (
+            f"if [ -f x ]; then\n  cp a b\n  srun {RUN}\nelse\n  echo no\nfi",
+            ["if [ -f x ]; then\n  :\nelse\n  echo no\n  exit\nfi", "cp a b"],
+        ),
+        (
+            f"case $(hostname) in\n  n*) srun {RUN} ;;\n  *) rm x ;;\nesac",
+            ["case $(hostname) in\n  n*) : ;;\n  *) rm x\n     exit ;;\nesac"],
+        ),
+    ],
+)
+def test_a_condition_on_the_only_launch_ends_the_job_where_it_would_not_run(
+    text: str, setup: list[str], tmp_path: Path
+) -> None:
+    conversion = of_text(tmp_path, f"{text}\n")
+    settings = conversion.settings()
+    assert (settings["script"], settings["setup"]) == ("train.py", setup)
+    assert LOST not in {conversion.group(n)[0] for n in range(3, 3 + text.count("\n"))}
