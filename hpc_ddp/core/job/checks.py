@@ -51,7 +51,7 @@ GPUS = re.compile(r"(?:(?P<type>[\w.-]+):)?(?P<count>\d+)", re.A)
 JOB_NAME = re.compile(r"\w[\w .+=,@-]{0,99}")
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _TORCHRUN = re.compile(r"--?(?P<name>[a-z][a-z_-]*)(=[\w./:,@%+=-]+)?")
-_MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
+_MODULE = re.compile(r"[^\W\d][\w-]*(\.[^\W\d][\w-]*)*")  # of Python -m
 
 
 def check(spec: JobSpec) -> None:

@@ -70,13 +70,24 @@ PRINTED_TEXT = re.compile(
     r"(\"(\\.|[^\"\\`$]|\$(?!\()|\$\((date|pwd|hostname|whoami)[^()\"]*\))*\"|'[^']*')|\{\w+:?\?[^{}`$]*\}|<<-?\s*[\"']?(?P<end>\w+)[\"']?\n.*?^\s*(?P=end)$|^\s*#.*?$",
     re.S | re.M,
 )
-_NAMES_COMMAND = re.compile("sbatch|scancel|pkill|killall")  # which a printed text may name
+# A here-document that a command writes into a file.
+_WRITTEN_TEXT = re.compile(
+    r"\b(?:cat|tee)\b(?=[^\n]*>)[^\n]*<<-?\s*[\"']?(\w+)[\"']?[^\n]*\n.*?^\s*\1$", re.S | re.M
+)
+# Names of commands that a printed text may have.
+_NAMES_COMMAND = re.compile("sbatch|scancel|pkill|killall|ssh|pdsh|clush")
 # A line that names a file by a relative path; an environment's name is no path.
 RELATIVE = re.compile(
     r"\$\{?PWD\b|\bpwd\b|^(?!module|ml|conda|spack|echo|printf|export|\w+=).*?"
     r"(?:[\s\"'(](?![-/~$])[\w.-]+/[\w.]|\b(?:bash|python3?|mkdir|cp|cat)\s+(?:-[pvrRfam]+\s+)*(?![-/~$\"'])[\w.]"
     r"|>\s*\w)|^(?:source|\.)\s+(?!activate\b)[\w.]",
     re.S,
+)
+# A token of a vocabulary, as <mask> and </s>, and no placeholder.
+_TOKEN = re.compile(
+    r"<[|/]?(?!(path|dir|folder|file|name|user|account|project|partition|email|model|data|dataset|config"
+    r"|checkpoint|ckpt|output|input|token|key|id|number|num|value|args?|script|port|host|node|time|n)>)"
+    r"[a-z]+[|]?>"
 )
 _BEFORE, _AFTER, _AROUND = (False,), (True,), (False, True)  # the launch
 Mark = tuple[str, str]  # the group of a line, and the reason
@@ -92,7 +103,8 @@ REFUSED: Rules = (
      "a placeholder: write your own"),
     (rf"(?!.*({_REQUEUES})).*\b(pkill|killall|scancel)\s|kill\s", _AROUND,
      "it ends something: setup or teardown, if needed"),
-    (rf"(?!.*({_REQUEUES})).*(\brm\s+-\w*r\w*\b(?!{_TEMPORARY}))", _AROUND, DELETES),
+    (rf"(?!.*({_REQUEUES})).*(\brm\s+(-\w*r\w*\b|(-\w+\s+)*(?=[^\n;&|]*\*))(?!{_TEMPORARY}))",
+     _AROUND, DELETES),
     (r"(?!echo|printf).*\bsrun\s([^\"']*\s:\s|.*--(het|pack)-group)", _AROUND,
      f"{NO_COMPONENTS}: submit each component as a job of its own"),
     (rf"(?!.*({_REQUEUES})).*\bsbatch\s", _AROUND,
@@ -102,7 +114,7 @@ REFUSED: Rules = (
      "|PIPESTATUS)", _AFTER,
      "it asks how the launch ended: hpc-ddp decides by that; see its verdict"),
     (r"(?!\w+=|(echo|printf|log|which|pip3?|module)\b).*(\b(torchrun\S*|deepspeed|accelerate\s+launch)"
-     r"|torch\.distributed\.(run|launch))\s.*(\.py\b|\s-m\s)", _AROUND,
+     r"|torch\.distributed\.(run|launch))\s.*(\.py\b|\s-m\s|\$)", _AROUND,
      _TRAINS),
     (STARTS_PYTHON, _AFTER, _TRAINS),
     (r"exit\b(?!=)", _BEFORE, "here the job script ends"),
@@ -257,6 +269,8 @@ class ArgumentWriter:
             self.result.append(key, f'eval "{name}=({word.as_bash(True)})"', at)
         else:
             self.result.append(key, f"{name}=({word.as_bash()})", at)
+            of_batch = self.assigned - self.task_variables if not is_of_batch else set()
+            self.add_to_expand([n for n in word.names if n in of_batch], at)
         self.add_to_expand([f"{name}[@]"], at)
         return f"${{{name}[@]}}"
 
@@ -274,7 +288,8 @@ class ArgumentWriter:
         of_task = self.task_variables - {"HOME", "USER"}  # these the batch script has, too
         if key in _OF_THE_STEP and (names := {*word.names} & of_task):
             lacking.append(f"{min(names)}, which each task sets")
-        if re.fullmatch(r"<.*>|(--[\w-]+=)?your[-_]\w+", word.text):
+        is_token = key == "args" and _TOKEN.fullmatch(word.text)
+        if re.fullmatch(r"<.*>|(--[\w-]+=)?your[-_]\w+", word.text) and not is_token:
             lacking.append("a value of yours")
         if lacking:
             text = f"{option} {word.text}: it needs {lacking[0]}: write it into {key}"
@@ -320,7 +335,9 @@ def first_reason(rules: Rules, text: str, is_after: bool) -> str:
     launch (`is_after`) or before it; '' if none fits. Texts that the statement only prints, and
     commands that it only looks for (``which srun``), do not count."""
     text = re.sub(r"(\{\w+:?\?)[^{}`$]*\}", r"\1}", text)  # ${A:?message} prints its message
-    text = PRINTED_TEXT.sub(" ", text) if _NAMES_COMMAND.search(text) else text
+    text = _WRITTEN_TEXT.sub(" ", text)
     text = re.sub(r"\b(which|command\s+-[vV]|type|hash)\s+(-\w+\s+)*\w+", " ", text)
+    text = re.sub(r"\$\(\s*\)", " ", text)  # $(which srun), without its command
+    text = PRINTED_TEXT.sub(" ", text) if _NAMES_COMMAND.search(text) else text
     fitting = (rule for rule in rules if re.match(rule[0], text, re.S))
     return next((reason for _, places, reason in fitting if is_after in places), "")

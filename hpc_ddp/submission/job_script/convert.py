@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
@@ -12,12 +11,11 @@ from pathlib import Path
 from hpc_ddp.core.file_io import read_text
 from hpc_ddp.core.job.variables import is_of_hpc_ddp
 from hpc_ddp.submission.job_script import program, secrets
-from hpc_ddp.submission.job_script.bash.comments import lines_of_cuts
 from hpc_ddp.submission.job_script.bash.quotes import split_quoted
 from hpc_ddp.submission.job_script.bash.scope import Scope
 from hpc_ddp.submission.job_script.bash.values import Counted, Value
 from hpc_ddp.submission.job_script.bash.words import literal
-from hpc_ddp.submission.job_script.conversion import LOST, PRINTS, Conversion
+from hpc_ddp.submission.job_script.conversion import PRINTS, Conversion
 from hpc_ddp.submission.job_script.directives import (
     names_not_set,
     read_sizes,
@@ -25,8 +23,12 @@ from hpc_ddp.submission.job_script.directives import (
     take_tasks,
     tasks_of_node,
 )
-from hpc_ddp.submission.job_script.launchers.tasks import LOGIN
-from hpc_ddp.submission.job_script.project_file import is_code
+from hpc_ddp.submission.job_script.script_text import (
+    fill_in_own_path,
+    join_lines,
+    leave_out_other_languages,
+    take_shebang,
+)
 from hpc_ddp.submission.job_script.sizes import read_texts
 from hpc_ddp.submission.job_script.statements.choice import (
     choose_launch,
@@ -42,11 +44,6 @@ from hpc_ddp.submission.job_script.wrapper import unwrap
 _OF_A_LOGIN = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "MANPATH", "HOME", "TMPDIR", "LANG")
 # Variables that count tasks, or have a number for one task.
 _OF_TASKS = re.compile(r"\bSLURM_(NTASKS|NPROCS|NTASKS_PER_NODE|TASKS_PER_NODE|CPUS_PER_TASK)\b")
-# The program of a script's first line, and those that do not read it as bash does.
-_INTERPRETER = re.compile(r"#!\s*(?:\S*/env\s+(?:-\S+\s+)*)?(?:\S*/)?([A-Za-z][\w.+-]*)")
-_OTHERS = re.compile(
-    r"t?csh|fish|python[\d.]*|pypy\d*|perl|ruby|Rscript|julia|node|lua|tclsh|expect|g?awk|php"
-)
 _ON_ERROR = re.compile(r"trap\s.*\sERR\s*$", re.S)
 _OF_GPUS = re.compile("SLURM_GPUS")
 # Settings with code, and a variable in it, also with a default.
@@ -55,14 +52,10 @@ _OF_STEP = "NTASKS NPROCS NTASKS_PER_NODE TASKS_PER_NODE"  # SLURM_…, which ea
 _VARIABLE = re.compile(r"(?<!\\)\$(?:(\w+)|\{(\w+)(?::?-[^{}]*)?\})")
 _OF_JOB = re.compile(r"\bSLURM_(JOB_?ID|ARRAY_JOB_ID)\b")
 _SETS_IFS = re.compile(r"IFS=(\S*|\$?'[^']*'|\"[^\"]*\")")
-# The question to Slurm for the path of the job's own script, and for the folder of a path.
-_OWN_PATH = re.compile(
-    r"\$\(\s*scontrol\s+show\s+job(?:id)?\s+(?:-\w+\s+)*\"?\$\{?SLURM_JOB_?ID\}?\"?\s*\|"
-    r"[^()\n]*Command=[^()\n]*(?:\([^()\n]*\)[^()\n]*)*\)"
-)
-_FOLDER_OF = re.compile(r"\$\(\s*dirname\s+\"?(/[\w./+@:,=-]+)\"?\s*\)")
 _CHANGES_CODE = re.compile(r"\bgit\s+(?:-C\s+\S+\s+)?(?:pull|checkout|reset|switch)\b")
 # Random numbers, the shell's process id ($$), times and the like.
+# A point in time, NAME [1], of which a later line makes a duration.
+_TIME = re.compile(r"(?:export\s+)?(\w+)=[\"`$(]*date \+[\"']?%s(?:\.%N)?[\"')`]*")
 _DRAWN = re.compile(r"\$\{?S?RANDOM\b|\$\{?\$|[(`]\s*(date|mktemp|uuidgen)\b")
 
 
@@ -139,7 +132,14 @@ def _note_values(result: Conversion, numbers: Mapping[str, int]) -> None:
             for name in sorted({match[0] for match in _OF_TASKS.finditer(text)} & numbers.keys()):
                 reason = f"{numbers[name]} there; hpc-ddp's job has one task for each node"
                 result.note(line, f"${name} is {reason}: write it")
+    durations = re.compile(r"(export\s+)?\w+=([\"`]?\$\(\(|[\"`$(]*(expr|echo)\b)")
+    of_names = "\n".join(text for text, _ in lines if not durations.match(text))
     for text, line in lines:
+        time = _TIME.fullmatch(text)
+        if time and not re.search(rf"\$\{{?{time[1]}\b", of_names):
+            continue
+        if re.search(r"\b(cp|cat|source|\.)\s[^;&|]*\$\{?0\b", text):
+            result.note(line, "$0 is the batch script of hpc-ddp there, and not the script itself")
         if changes := _CHANGES_CODE.search(text):
             reason = "changes the folder behind the copy that hpc-ddp submit makes of the code"
             result.note(line, f"{changes[0]} {reason}: call it before the submit")
@@ -208,34 +208,6 @@ def _remove_unused_names(result: Conversion) -> None:
         result.lists["expand"] = used
 
 
-def _leave_out_other_languages(text: str, name: str, result: Conversion) -> str:
-    """Return a script's text. If its first line names a program that reads no bash, as Python, the
-    text has only ``#!/bin/bash``, the directives and comments, and the other lines are empty and
-    marked as lost in `result`. `name` is the name of the script's file."""
-    match = _INTERPRETER.match(text)
-    if match is None or not _OTHERS.fullmatch(match[1]):
-        return text
-    reason = f"{match[1]} reads it, hpc-ddp's job is of bash: write it so, in setup or env"
-    if match[1].startswith("python"):
-        reason = f"Python: it may be the program: script = {json.dumps(name)}"
-    lines = text.splitlines()
-    for number, line in enumerate(lines, 1):
-        if is_code(line) and not line.startswith("#"):
-            result.mark(number, number, LOST, reason)
-            lines[number - 1] = ""
-    return "\n".join(["#!/bin/bash", *lines[1:]])
-
-
-def _fill_in_own_path(text: str, path: Path, result: Conversion) -> str:
-    """Return a script's text with its own `path` in place of a question to Slurm for it: in
-    hpc-ddp's job that would be another script. A note goes to `result` where there is one."""
-    filled = _OWN_PATH.sub(str(path), text)
-    if filled != text and re.fullmatch(r"[\w./+@:,=-]+", str(path)):
-        result.note(0, f"the job script's own path is written where it asks Slurm for it: {path}")
-        return _FOLDER_OF.sub(lambda match: os.path.dirname(match[1]), filled)
-    return text
-
-
 def _join_child_shells(reader: Reader, at: int) -> int:
     """Replace the statements of each child shell in which no launch is left (`choose_launch`) by
     the one statement that the shell is: ``(cd a && python prepare.py)``. `at` is the index of the
@@ -284,16 +256,6 @@ def _read_statements(text: str, make_scope: Callable[[Counted], Scope]) -> Reade
     return reader
 
 
-def _take_shebang(first_line: str, result: Conversion) -> None:
-    """Put the options of bash in a script's first line into set-up lines: those of a login shell by
-    the files that it reads, others by ``set``. ``#!/bin/bash -le`` gives two lines."""
-    if shebang := re.match(r"#!.*\s-(-login|\w+)\s*$", first_line):
-        if "l" in shebang[1]:
-            result.append("setup", LOGIN, 1)
-        if options := re.sub("-login|l", "", shebang[1]):
-            result.append("setup", f"set -{options}", 1)
-
-
 def _set_arguments(arguments: Sequence[str], result: Conversion) -> None:
     """Put a line ``set -- ARG…`` before the set-up lines, and before the clean-up lines, if one of
     them uses the script's arguments, and there are some."""
@@ -319,7 +281,7 @@ def convert(
     """
     # The script, or the one that it submits, as statements.
     result = Conversion()
-    text = _leave_out_other_languages(text, name, result)
+    text = leave_out_other_languages(text, name, result)
     words = [literal(argument) for argument in arguments] or None
     defaults: set[str] = set()
     of_cwd: dict[str, Value] = {"PWD": literal(str(cwd)), "SLURM_SUBMIT_DIR": literal(str(cwd))}
@@ -333,7 +295,7 @@ def convert(
     if text.startswith("!/"):
         result.note(1, "sbatch refuses a script whose first line has no #: #! is meant")
         text = f"#{text}"
-    text = _fill_in_own_path(text, cwd / name, result) if name else text
+    text = fill_in_own_path(text, cwd / name, result) if name else text
     job = unwrap(text, of_wrapper)
     if not job.first_line.startswith("#!"):
         reason = "is no #!: sbatch itself refuses the script"
@@ -352,9 +314,7 @@ def convert(
             counted=counted, hides=secrets.is_secret,
         )  # fmt: skip
 
-    for line in lines_of_cuts(text):
-        reason = "the lines behind it are a command of their own"
-        result.note(line, f"this comment ends the command before it: {reason}")
+    text = join_lines(text, result)
     reader = _read_statements(text, make_scope)
     scope = reader.scope
     result.notes += reader.notes
@@ -372,7 +332,7 @@ def convert(
     at = _join_child_shells(reader, at) if launch else at
     _mark_exported(reader.statements)
     sorter = Sorter(reader, result, launch, at, start, name)
-    _take_shebang(text.partition("\n")[0], result)
+    take_shebang(text.partition("\n")[0], result)
     sorter.take_statements()
     scope.is_open |= first_load(reader.statements) < len(reader.statements)
     statement = reader.statements[at] if launch else Statement("", (0, 0))

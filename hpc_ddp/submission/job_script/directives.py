@@ -30,7 +30,7 @@ from hpc_ddp.submission.settings.config import OPTIONS
 _OWN_KEYS = {key for key, o in OPTIONS.items() if o.is_sbatch} - {"nodes"}
 # Values that a template has for its users to replace, as <account> and your-partition.
 _PLACEHOLDER = re.compile(
-    r"<.*>|\{[^\"]*|x{3,}|your[-_ ]?\w*|(my|some)?[-_]?(partition|account)[-_]?(name)?"
+    r"<.*|\{[^\"]*|x{3,}|your[-_ ]?\w*|(my|some)?[-_]?(partition|account)[-_]?(name)?"
     r"|\[[a-z_ ]+\]|todo|changeme.*|.*\bxxx\b.*", re.I)  # fmt: skip
 # Options, as regular expressions, that hpc-ddp decides itself, and the reasons.
 _DECIDED = {
@@ -115,7 +115,8 @@ def read_directives(text: str) -> Directives:
             continue
         reason = "no option of sbatch"
         try:
-            words = shlex.split(line.removeprefix("#SBATCH"), comments=True)
+            text = re.sub(r"\s\\\s*$", "", line.removeprefix("#SBATCH"))  # it joins no lines
+            words = shlex.split(text, comments=True)
         except ValueError:
             words, reason = [], "its quotes do not match"
         pairs = list(read_options([literal(word) for word in words]))
@@ -175,6 +176,10 @@ def take_directives(directives: Directives, result: Conversion, file: str = "") 
         # Mere names of jobs, as my_job, look like placeholders.
         if _PLACEHOLDER.fullmatch(operand) and (name != "job-name" or operand[0] in "<{"):
             group, reason = LOST, f"{text} is a placeholder: --{name} with yours"
+        elif not (operand or FLAGS.fullmatch(name) or name in ("wait", "export")):
+            is_idle = name in ("exclude", "comment", "dependency")
+            empty = f"--{name} is empty"
+            group, reason = (OURS, empty) if is_idle else (LOST, f"{empty}: --{name} with yours")
         elif pairs:
             group, reason = TAKEN, "env, env-names"
             for variable, content in pairs:
@@ -207,6 +212,8 @@ def _take_option(name: str, operand: str, line: int, result: Conversion, file: s
         result.values[name] = True, line
     elif name == "signal":  # without B: or R:
         result.values[name] = operand.partition(":")[2] or operand, line
+        if operand.startswith("B:"):
+            result.note(line, f"{text}: here the notice reaches the workers, and not bash alone")
     elif name == "no-requeue":
         result.values["max-requeues"] = 0, line
     else:

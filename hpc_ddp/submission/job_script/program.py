@@ -20,11 +20,16 @@ from hpc_ddp.submission.job_script.conversion import (
     Conversion,
 )
 from hpc_ddp.submission.job_script.directives import Directives
-from hpc_ddp.submission.job_script.gpus import note_devices, take_gpus, take_other_gres
 from hpc_ddp.submission.job_script.launchers.accelerate import take_defaults, take_yaml
 from hpc_ddp.submission.job_script.launchers.launch import Launch
 from hpc_ddp.submission.job_script.launchers.options import is_of_pyxis
-from hpc_ddp.submission.job_script.sizes import take_sizes
+from hpc_ddp.submission.job_script.sizes import (
+    note_devices,
+    note_task_numbers,
+    take_gpus,
+    take_other_gres,
+    take_sizes,
+)
 from hpc_ddp.submission.job_script.statements.reader import Reader
 from hpc_ddp.submission.job_script.statements.statement import Statement
 
@@ -42,7 +47,7 @@ _ARGUMENT = re.compile(r"\$(?:[1-9]|\{[1-9]\d*(:?\+.*)?\})", re.S)
 _SINGLE = ("image", "container-tool", "container", "python", "max-restarts")
 _SETUP = ("setup", "node-setup", "worker-setup")
 _TRUE = ("module", "no-python")
-_OF_A_TASK = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID")
+_DEVICES = "(CUDA|HIP|ROCR)_VISIBLE_DEVICES"
 
 
 def take_launch(
@@ -77,12 +82,14 @@ def take_launch(
         note_devices(result, gpus)
     _take_unset(statement, launch, result)
     if launch.step and not statement.in_task and not launch.in_loop:
-        _note_task_numbers(launch, result)
+        note_task_numbers(launch, result)
     _take_marks(launch, result)
     if config := launch.options.get("config-file", (None, 0))[0]:
         take_yaml(launch, config, writer, cwd)
     take_defaults(launch, writer)
     take_sizes(launch, result, directives, numbers, gpus)
+    if not statement.launch:
+        result.values.pop("nproc-per-node", None)  # the launch would say it
     if "container-image" in directives.options:
         _move_into_container(launch, result, directives.line("container-image"))
 
@@ -182,22 +189,16 @@ def _take_variables(launch: Launch, writer: ArgumentWriter) -> None:
         at = word.line or launch.line
         if is_of_hpc_ddp(name):
             result.note(at, f"{name} is hpc-ddp's in the workers")
-        elif writer.refuse_word(word, f"env: {name}", launch.line):
             continue
-        elif launch.in_loop and any(map(is_of_worker, word.names)):  # of a loop over the nodes
+        if writer.refuse_word(word, f"env: {name}", launch.line):
+            continue
+        is_of_node = launch.in_loop and any(map(is_of_worker, word.names))  # of a loop over them
+        # srun has set another value.
+        if is_of_node or (launch.step == "srun" and re.fullmatch(_DEVICES, name)):
             key = "node-setup" if launch.kind else "worker-setup"
             result.append(key, f"export {name}={word.as_bash()}", at)
         else:
             writer.write_variable(name, word, at)
-
-
-def _note_task_numbers(launch: Launch, result: Conversion) -> None:
-    """Add a note to `result` on each variable in the program's arguments that the batch script
-    fills in with its own value, where hpc-ddp's workers have theirs: ``$SLURM_PROCID``."""
-    for word in launch.args:
-        for name in (n for n in word.names if n in _OF_A_TASK):
-            reason = "is the batch script's there, 0 for all tasks; here each worker has its own"
-            result.note(word.line or launch.line, f"${name} {reason}")
 
 
 def _take_marks(launch: Launch, result: Conversion) -> None:
@@ -258,6 +259,9 @@ def _take_program(launch: Launch, result: Conversion, cwd: Path, folder: Path) -
     if kind == {"no-python"} and "/" not in name and not shutil.which(name) and file.is_file():
         word = literal(f"./{name}", line)  # srun looks in its own folder last
         name = word.text
+    if not kind and re.fullmatch(r"[\w-]+", name) and not file.exists():  # $(which fairseq-train)
+        launch.add("no-python", word)
+        kind = {"no-python"}
     is_elsewhere = launch.folder is None or _sets_folder(launch)
     # Modules are looked for in the job's folder.
     chdir, _ = result.values.get("chdir", ("", 0))
@@ -265,12 +269,16 @@ def _take_program(launch: Launch, result: Conversion, cwd: Path, folder: Path) -
     is_module_away = is_elsewhere or len({*folders}) > 1
     is_in_image = bool(launch.settings.keys() & {"image", "container"})
     is_away = (is_in_image and not Path(name).is_file()) if os.path.isabs(name) else is_elsewhere
-    if not kind and (made_at := _find_line_that_makes(name, result)):
+    made_at = 0 if kind else _find_line_that_makes(name, result)
+    if made_at:
         text = "is made by that line: the job runs it where it is, and not a copy of now"
         result.note(made_at, f"{name} {text}")
         is_away = True
     if "$" in name or (kind == {"module"} and is_module_away) or (not kind and is_away):
         name = _make_command(word, launch)
+        if not (is_in_image or made_at):
+            text = "only the job knows its folder: it runs there, and not from a copy of now"
+            result.note(line, f"{word.text}: {text}")
     elif not kind and not os.path.isabs(name):
         is_below = Path(os.path.realpath(file)).is_relative_to(os.path.realpath(cwd))
         name = os.path.relpath(file, folder) if is_below else str(file)
@@ -344,6 +352,7 @@ def _take_python(launch: Launch, result: Conversion, has_environment: bool) -> N
     brings = "PATH" in result.env or any(map(_BRINGS_PYTHON.search, lists.values()))
     without = {"image", "container"} | (set() if launch.kind else {"no-python"})
     is_in_image = bool(launch.settings.keys() & without)
+    brings |= bool(re.fullmatch(r"python3\.\d+", python[0].text))
     is_brought = brings and not is_in_image and launch.program
     if is_brought or has_environment or re.search("[/$]", python[0].text):
         path = literal(fill_in_home(python[0].text), python[0].line)

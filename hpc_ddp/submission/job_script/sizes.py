@@ -1,18 +1,26 @@
-"""The numbers of nodes, workers and CPUs of a launch, as settings."""
+"""The numbers of nodes, workers, CPUs and GPUs of a launch, as settings, and other resources."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
-from hpc_ddp.submission.job_script.conversion import LOST, Conversion
+from hpc_ddp.core.job.slurm_values import gpus_of
+from hpc_ddp.submission.job_script.bash.words import literal
+from hpc_ddp.submission.job_script.conversion import LOST, OURS, TAKEN, Conversion
 from hpc_ddp.submission.job_script.directives import (
+    GPUS,
     Directives,
     has_range_of_nodes,
     names_not_set,
+    read_gpus,
+    requested_gpus,
     tasks_of_launch,
     tasks_of_node,
 )
 from hpc_ddp.submission.job_script.launchers.launch import Launch
+
+_OF_A_TASK = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID")
 
 
 def read_texts(directives: Directives, numbers: Mapping[str, int]) -> dict[str, str]:
@@ -150,7 +158,8 @@ def _take_cpus(
     node (``cpus-per-node``). Where the directives have no number, put the launch's number of a
     task, or without that 1 for each of several tasks that become one.
 
-    The launch's line is marked as lost where both have a number, and they differ. `numbers` are as
+    The launch's line is marked as lost where both have a number, and they differ, and where it has
+    one beside the job's ``--cpus-per-gpu``. `numbers` are as
     from `read_sizes`.
     """
     tasks = tasks_of_node(numbers) if launch.kind or not launch.step else 1  # that become one
@@ -163,5 +172,128 @@ def _take_cpus(
         if launch.cpus not in (None, cpus):
             text = f"srun --cpus-per-task={launch.cpus} beside {cpus} of the job: cpus-per-task = N"
             result.mark(launch.line, launch.line, LOST, text)
+    elif launch.cpus and "cpus-per-gpu" in directives.options:  # sbatch refuses both
+        text = f"srun --cpus-per-task={launch.cpus} beside --cpus-per-gpu of the job"
+        result.mark(launch.line, launch.line, LOST, f"{text}: cpus-per-task = N, without the other")
     elif launch.cpus:
         result.values["cpus-per-task"] = launch.cpus, launch.line
+
+
+def take_gpus(
+    launch: Launch, result: Conversion, directives: Directives, numbers: Mapping[str, int]
+) -> int:
+    """Put the number of a node's GPUs, with their type, into `result`: from the directives, else
+    from the launch's own options. Return the number, 0 without one. `numbers` are as from
+    `read_sizes`.
+
+    Requests that do not agree, or that give the nodes different numbers, are marked as lost; a step
+    with fewer GPUs than the job gets a note.
+    """
+    count = numbers.get("SLURM_GPUS_ON_NODE", 0)
+    options = directives.operands if count else launch.gpus
+    count = count or read_gpus(options, ("gpus-per-node", "gres"))
+    count = count or read_gpus(options, ("gpus-per-task",)) * tasks_of_launch(launch, numbers)
+    if not (count and (settings := _gpu_request(options, count))):
+        return count
+    at = directives.line(*GPUS) or launch.line
+    gpus, request = settings
+    result.values["gpus-per-node"] = gpus, at
+    if launch.step and not launch.kind:
+        request = _request_of_task(launch, result, directives, numbers) or request
+    if request != "gpus-per-node":
+        result.values["gpu-request"] = request, at
+    total, nodes = read_gpus(options, ("gpus",)), numbers.get("SLURM_NNODES", 1)
+    if request == "gpus-per-node" and total % nodes:
+        result.mark(at, at, LOST, f"{total} GPUs on {nodes} nodes: each node has as many")
+    for name in {"gpus-per-node", "gres"} & directives.options.keys():
+        if read_gpus(options, (name,)) not in (0, count):
+            at, text = directives.line(name), f"--{name}={options[name]} beside {count} GPUs"
+            result.mark(at, at, LOST, f"{text} of a node: gpus-per-node has one number")
+    of_step = read_gpus(launch.gpus, ("gpus-per-node", "gres"))
+    of_step = of_step or read_gpus(launch.gpus, ("gpus",)) // nodes
+    text = f"{launch.step} has {of_step} GPUs of a node, and the job {count}"
+    if of_step > count:
+        result.mark(launch.line, launch.line, LOST, f"{text}: gpus-per-node has one number")
+    elif 0 < of_step < count:
+        result.note(launch.line, f"{text}: here the workers have all of them")
+    _take_container_flag(launch, gpus)
+    return count
+
+
+def _request_of_task(
+    launch: Launch, result: Conversion, directives: Directives, numbers: Mapping[str, int]
+) -> str:
+    """Return "gpus-per-task", the setting of ``gpu-request``, for a launch each of whose tasks sees
+    its own GPUs, though another request gives the number of the node's; '' where no request is
+    one for a task. One that gives the node another number is marked as lost."""
+    count, tasks = numbers.get("SLURM_GPUS_ON_NODE", 0), tasks_of_launch(launch, numbers)
+    of_task = read_gpus(directives.operands | launch.gpus, ("gpus-per-task",))
+    if of_task and count not in (0, of_task * tasks):
+        at = directives.line("gpus-per-task") or launch.line
+        text = f"--gpus-per-task={of_task} for {tasks} tasks beside {count} GPUs of a node"
+        result.mark(at, at, LOST, f"{text}: gpus-per-node has one number")
+        return ""
+    return "gpus-per-task" if of_task else ""
+
+
+def _take_container_flag(launch: Launch, gpus: str) -> None:
+    """Remove ``--nv`` from the launch's options of a container, since hpc-ddp writes it; for AMD's
+    types of `gpus` ("mi250:8") ``--rocm``."""
+    container_options = launch.settings.get("container-options", [])
+    standard = "--rocm" if re.match(r"mi\d", gpus, re.I) else "--nv"  # as `container._gpu_options`
+    texts = {word.text for word in container_options}
+    is_alone = not texts & {"--nv", "--rocm"} - {standard}
+    tool = launch.settings.get("container-tool", [literal("")])[0].text
+    verb = "run" if tool.endswith("-run") else "exec"
+    adds_flag = "image" in launch.settings and tool not in ("pyxis", "shifter")
+    if adds_flag and not texts & {"--nv", "--rocm"}:
+        launch.mark(launch.line, "", f"hpc-ddp adds {standard} to the container's options")
+    for word in [word for word in container_options if word.text == standard and is_alone]:
+        container_options.remove(word)
+        launch.mark(word.line, OURS, f"{verb} {word.text}")
+
+
+def take_other_gres(result: Conversion, directives: Directives) -> None:
+    """Put a ``gres`` that asks for more than GPUs, as "gpu:4,nvme:1", into `result` as a raw option
+    of sbatch, unless its line is lost. If the job's GPUs are in it, set ``gpu-request`` to "none",
+    so that hpc-ddp asks for no others. To be called after `take_gpus`."""
+    request, line = directives.options.get("gres", ("", 0))
+    has_more = any(not gpus_of(part) for part in request.split(","))
+    if request and has_more and result.group(line)[0] == TAKEN:
+        result.append("sbatch", f"--gres={request}", line)
+        if gpus_of(request) and "gpus-per-node" in result.values:
+            result.values["gpu-request"] = "none", line
+
+
+def _gpu_request(options: Mapping[str, str], count: int) -> tuple[str, str] | None:
+    """Return the settings ``gpus-per-node`` and ``gpu-request`` for `count` GPUs of a node:
+    ("a100:4", "gres") for ``gres`` "gpu:a100:4" in `options`, values by sbatch's long names. The
+    first of `GPUS` that asks for some counts, else ``ntasks-per-gpu``; None without one."""
+    for name in GPUS:
+        gpu_type, number = requested_gpus(options, name)
+        if number:
+            form = "gpus-per-node" if name == "gpus" else name
+            return (f"{gpu_type}:{count}" if gpu_type else str(count)), form
+    return (str(count), "gpus-per-node") if "ntasks-per-gpu" in options else None
+
+
+def note_devices(result: Conversion, gpus: int) -> None:
+    """Add a note to `result` on a choice among the node's `gpus` by CUDA_VISIBLE_DEVICES, for a
+    program that the script starts without srun: srun replaces the variable in its tasks."""
+    name = "CUDA_VISIBLE_DEVICES"
+    lines = [(text, n) for text, n in result.lists.get("setup", ()) if f"export {name}=" in text]
+    lines += [(f"{name}={text}", n) for text, n in [result.env[name]]] if name in result.env else []
+    every = rf"{name}=[\"']?{','.join(map(str, range(gpus)))}[\"']?$"
+    for text, line in lines:
+        if not re.search(every, text):
+            reason = "srun shows each task the job's own GPUs, whatever the batch script exports"
+            result.note(line, f"{name}: {reason}: worker-setup, if it is meant")
+
+
+def note_task_numbers(launch: Launch, result: Conversion) -> None:
+    """Add a note to `result` on each variable in the program's arguments that the batch script
+    fills in with its own value, where hpc-ddp's workers have theirs: ``$SLURM_PROCID``."""
+    for word in launch.args:
+        for name in (n for n in word.names if n in _OF_A_TASK):
+            reason = "is the batch script's there, 0 for all tasks; here each worker has its own"
+            result.note(word.line or launch.line, f"${name} {reason}")

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
 
-from hpc_ddp.submission.job_script.bash import syntax
+from hpc_ddp.submission.job_script.bash import blocks, syntax
 from hpc_ddp.submission.job_script.bash.quotes import without_quoted_texts
 from hpc_ddp.submission.job_script.bash.scope import Scope
 from hpc_ddp.submission.job_script.bash.syntax import Node, source
@@ -160,7 +160,7 @@ def _is_for_submit(node: Node, document: _Document, is_before: bool) -> bool:
     is_of_file = document.file and document.file in code.split() and _OF_FILE.match(code)
     is_function = is_before and node.type == "function_definition"
     is_setting = code.startswith("set ") or is_function
-    return bool(is_of_file or is_setting or syntax.only_reports(node))
+    return bool(is_of_file or is_setting or blocks.only_reports(node))
 
 
 def _name_of(node: Node) -> str:
@@ -242,14 +242,17 @@ def _write_lines(lines: list[str], document: _Document, scope: Scope, unexported
     and return whether they can be those of a job.
 
     They can't where bash puts something into an unquoted document that is not known here, except in
-    a directive; then some lines are not changed. Nor can they where the job would need a variable
-    that the script sets and does not export (`unexported`), and the document does not set.
+    a directive; then some lines are not changed. A variable that the script sets in front of the
+    document stays as it is: the job has its assignment. Nor can they where the job would need a
+    variable that the script sets and does not export (`unexported`), and the document does not set.
     """
+    of_job: set[str] = set()
     for number in document.numbers:
         is_cut = source(document.word.prev_sibling) == "<<-"
         line = lines[number - 1].lstrip("\t" if is_cut else "")  # "": nothing is cut
         if source(document.word)[:1] not in "\"'\\":  # unquoted
-            expanded = _expand(line, scope)
+            public = {name for name in unexported if not scope.hides(name, "unknown")}
+            expanded = _expand(line, scope, public, of_job)
             if expanded is None and not line.startswith("#SBATCH"):
                 return False
             line = line if expanded is None else expanded
@@ -257,13 +260,14 @@ def _write_lines(lines: list[str], document: _Document, scope: Scope, unexported
     body = [lines[n - 1] for n in document.numbers if not lines[n - 1].lstrip().startswith("#")]
     text = "\n".join(body)
     is_set = {*re.findall(r"^\s*(?:export\s+)?(\w+)=", text, re.M)}
-    return not ({*syntax.names_in(without_quoted_texts(text))} & unexported) - is_set
+    return not ({*syntax.names_in(without_quoted_texts(text))} & unexported) - is_set - of_job
 
 
-def _expand(text: str, scope: Scope) -> str | None:
+def _expand(text: str, scope: Scope, assigned: Set[str], of_job: set[str]) -> str | None:
     """Return a line of an unquoted here-document as bash writes it; None where it has code whose
     result is not known. A variable that the script does not set stays as it is, since the job has
-    it from the shell that submits. `scope` is changed by ``${A:=x}``. Raise as `syntax.parse`."""
+    it from the shell that submits; so does one of those `assigned`, behind no single quote, which
+    is added to `of_job`. `scope` is changed by ``${A:=x}``. Raise as `syntax.parse`."""
     unknown = []
 
     def value_of(match: re.Match[str]) -> str:
@@ -275,7 +279,11 @@ def _expand(text: str, scope: Scope) -> str | None:
         assignment = syntax.parse(f'X="{match[0]}"').named_children[0]
         word = scope.word(assignment.child_by_field_name("value"))
         names = syntax.names_in(match[0])
-        if not word.is_static and (not names or {*names} & scope.values.keys()):
+        is_quoted = text.count("'", 0, match.start()) % 2 == 1
+        is_plain = re.fullmatch(r"\$\{?\w+\}?", match[0]) and not is_quoted
+        if not word.is_static and is_plain and {*names} <= assigned:
+            of_job.update(names)
+        elif not word.is_static and (not names or {*names} & scope.values.keys()):
             unknown.append(match[0])
         return word.text if word.is_static else match[0]
 

@@ -35,3 +35,16 @@ def _is_cut(lines: list[str]) -> bool:
     starts = [line.lstrip()[:1] == "#" for line in lines[:2]]
     is_continued = re.search(r"(?<!\\)\\$", lines[0]) and starts == [False, True]
     return bool(is_continued and re.match(r"\s+\S|-", behind))
+
+
+def join_cut_lines(text: str) -> tuple[str, list[int]]:
+    """Return a script in which a backslash that a blank or a comment follows ends its line, where
+    the next line begins with an option; and the lines, from 1, where that is so. bash ends the
+    command there, with a word of one blank, which no program expects."""
+    lines, cut = text.split("\n"), []
+    for index, line in enumerate(lines[:-1]):
+        ends = re.search(r"(?<!\\)\\[ \t]+(#.*)?$", line)
+        if ends and line.lstrip()[:1] != "#" and re.match(r"\s*--?[A-Za-z]", lines[index + 1]):
+            lines[index] = f"{line[: ends.start()]}\\"
+            cut.append(index + 1)
+    return "\n".join(lines), cut

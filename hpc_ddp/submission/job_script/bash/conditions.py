@@ -51,6 +51,7 @@ def truth_of(node: Node, scope: Scope, is_guessed: bool) -> bool | None:
         decides = node.children[1].type == "||"  # the truth of one side that decides
         return decides if decides in truths else None if None in truths else not decides
     text = _ARITHMETIC.sub(_test_of_comparison, source(node).strip())
+    text = re.sub(r"^test\s+(?=\S)(.*)$", r"[ \1 ]", text, flags=re.S)
     if negated := _NEGATED.fullmatch(text):  # [ ! -z "$A" ]
         text = f"{negated['start']} {'-z' if negated['operator'] == '-n' else '-n'}{negated['end']}"
     text = re.sub(r"\$\{(\w+):?-\}", r"$\1", text)  # ${A-} serves `set -u`: it is $A

@@ -4,14 +4,8 @@ from __future__ import annotations
 
 import re
 
-from hpc_ddp.submission.job_script.bash.syntax import (
-    Node,
-    all_below,
-    commands_of,
-    names_in,
-    names_set_in,
-    source,
-)
+from hpc_ddp.submission.job_script.bash.blocks import names_set_in
+from hpc_ddp.submission.job_script.bash.syntax import Node, all_below, commands_of, names_in, source
 
 # The conditions of a loop that goes on while the script has arguments: [ $# -gt 0 ], [ -n "$1" ],
 # [ "$1" != "" ], (($#)), and others like them.

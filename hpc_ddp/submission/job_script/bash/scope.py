@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 from hpc_ddp.core.job.variables import OF_A_RANK
+from hpc_ddp.submission.job_script.bash.blocks import adds_words
 from hpc_ddp.submission.job_script.bash.counts import count_read_devices, whole_number
 from hpc_ddp.submission.job_script.bash.syntax import (
     ALL_ARGUMENTS,
     Node,
-    adds_words,
     is_pattern,
     names_in,
     sets_anything,
@@ -53,6 +53,7 @@ TAILS = ("[@]:0", "-")
 _DEFAULT_IFS = re.compile(r"\"?\$\{?\w+\}?\"?|\$' \\t\\n'")
 # Attributes by which bash changes a value: a whole number, lower case, upper case.
 _FORMATS = re.compile(r"(declare|typeset|local|export)\s+(-\w+\s+)*-\w*[ilu]")
+_LEAVES = ("word", "number", "variable_name", "command_name")
 _CHANGES = re.compile(r"S?RANDOM|SECONDS|LINENO|BASHPID|EPOCH(REAL)?SECONDS")  # by themselves
 
 
@@ -60,8 +61,8 @@ _CHANGES = re.compile(r"S?RANDOM|SECONDS|LINENO|BASHPID|EPOCH(REAL)?SECONDS")  #
 class Scope:
     """The variables of a script at one point: `values` by name, None for a value that only the job
     knows. `numbers` and `texts` are values of Slurm's variables that follow from the directives.
-    `is_open` says that a file has been sourced or a text evaluated, which may have set any
-    variable. `versions` has how often each variable has been set so far."""
+    `is_open`: a file was sourced or a text evaluated, and may have set any variable. `versions` has
+    how often each variable has been set so far."""
 
     values: dict[str, Value] = field(default_factory=dict)
     numbers: dict[str, int] = field(default_factory=dict)
@@ -261,10 +262,13 @@ class Scope:
         pattern of files, stays code. ``${NAME:=x}`` sets NAME.
         """
         text, kind = source(node), node.type
-        is_leaf = not node.named_children
+        if kind in ("simple_expansion", "expansion", "command_substitution"):
+            code = re.sub(r"^(\s|\\\n)+", "", text)
+            blank, text = text[: -len(code)].replace("\\\n", ""), code  # tree-sitter has it there
+            yield from [Part(blank, splits=not is_quoted)] if blank else []
         if not is_quoted and is_pattern(node):
             yield self._code_part(text, False)
-        elif is_leaf and kind in ("word", "number", "variable_name", "command_name"):
+        elif not node.named_children and kind in _LEAVES:
             # Of ~/file, ~user/file and NAME=~/file.
             start = re.match(r"([A-Za-z_]\w*=)?(?=~[\w.-]*(/|$))", text)
             at = start.end() if start else len(text)
@@ -282,10 +286,7 @@ class Scope:
         elif re.fullmatch(r"(\$\(|`)(whoami|id -un)[)`]", text):
             yield self._code_part("$USER", is_quoted)
         elif kind in ("simple_expansion", "expansion"):
-            variable = re.sub(r"^(\s|\\\n)+", "", text)
-            blank = text[: -len(variable)]  # tree-sitter has it in the node
-            yield from [Part(blank, splits=not is_quoted)] if blank else []
-            yield from self._expand_variable(node, variable, is_quoted)
+            yield from self._expand_variable(node, text, is_quoted)
         elif kind in ("string", "concatenation", "command_name", "word"):
             yield from self._parts_of_children(node, is_quoted or kind == "string")
         else:
@@ -312,9 +313,8 @@ class Scope:
         """Yield the parts of the value of ``$NAME``, ``$1``, ``$#``, ``$@``, ``${NAME[@]}`` or
         ``${NAME}``, also with a default: ``${NAME:-x}``, and so with ``-``, ``:=`` and ``=``.
 
-        `text` is that of `node` without blanks before it; it stands in double quotes if
-        `is_quoted`. Another form stays code; so does a value that only the job knows, or that can't
-        stand in the variable's place (`is_readable`).
+        `text` is that of `node`, in double quotes if `is_quoted`. Another form stays code; so does
+        a value that only the job knows, or that can't stand in its place (`is_readable`).
         """
         match, array = _VARIABLE.fullmatch(text), _ARRAY.fullmatch(text)
         name = array[1] if array else (match[1] or match[2]) if match else ""

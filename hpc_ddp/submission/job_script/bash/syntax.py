@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Set
+from collections.abc import Iterator
 from typing import Any
 
 from hpc_ddp.core.errors import UsageError
@@ -19,8 +19,6 @@ _PLACEHOLDER = re.compile(
 )
 _ARGUMENTS = re.compile(r"(?<!\\)\$(?:[1-9@*#]|\{(?:[1-9@*](?!:?-)[^}]*|#)\})")
 ALL_ARGUMENTS = re.compile(r"(?<!\\)\$(?:[@*]|\{[@*](?::\s*[1-9]\d*(?::\d+)?)?\})")
-# What is added to a text in double quotes: no operator of the shell, but within ``$(…)``.
-_ADDED_TEXT = r"(?:\\[\s\S]|\$\((?:[^()]|\([^()]*\))*\)|(?!\$\()[^\"\\;&|<>])*"
 # Lines that end within a word, and what follows of it.
 _CHUNK = rb"""(?:\$\([^()]*\)|[^\s\\"'`;&|()<>]|"(?:\\.|[^"\\])*"|'[^'\n]*'|\\[^\n])+"""
 _BROKEN_WORD = re.compile(rb"(?:(?:\\\n)+%b)+" % _CHUNK, re.S)
@@ -31,11 +29,8 @@ _IN_TEXT = ("string", "heredoc_body", "simple_expansion", "expansion")
 # A file that is sourced sets any variable; these set none that a job script asks for.
 _SOURCES = re.compile(r"(?:^|[\s;&])(?:source|\.)\s+[\"']?(\S+)")
 _OF_SYSTEM = re.compile(r"/etc/|.*(activate|conda\.sh|bashrc|profile|modules\.sh)[\"']?$")
-_REPORTING = {"echo", "printf", "date", "exit", "return", "true", ":", "test", "wait"}
 # Commands that set a variable whose name only the job knows.
 _SETS_BY_NAME = re.compile(r"\b(?:export|declare|local|read|printf\s+-v)\s(?:-\w+\s+)*[\"']?\$")
-# Commands that may set variables whose names are among their words.
-_SETTERS = ("read", "mapfile", "readarray", "printf", "let", "getopts", "declare")
 
 
 def parse(text: str) -> Node:
@@ -194,7 +189,7 @@ def uses_arguments(text: str, are_none: bool = False) -> bool:
 def commands_of(node: Node) -> list[Node]:
     """Return all simple commands in a node, in the script's order; the node itself is the first if
     it is one. Commands in substitutions, ``$(…)``, are left out."""
-    return [inner for inner in _descend(node) if inner.type == "command"]
+    return [inner for inner in descend(node) if inner.type == "command"]
 
 
 def body_of(node: Node) -> Node:
@@ -202,96 +197,6 @@ def body_of(node: Node) -> Node:
     ``while`` and ``until``, whose conditions may have a launch, too."""
     body = None if node.type == "while_statement" else node.child_by_field_name("body")
     return body or node
-
-
-def only_reports(node: Node, commands: Set[str] = frozenset()) -> bool:
-    """Return whether a block, with all its branches, only prints or ends the script. It must have
-    commands, all in `_REPORTING` or `commands`, and may neither write a file, set a variable nor
-    run others by ``$(…)``, except ``$(date)`` and ``$(hostname)``. A comment only reports, too."""
-    kinds = {inner.type for inner in _descend(node)}
-    names = {source(command.child_by_field_name("name")) for command in commands_of(node)}
-    runs_others = re.search(r"`|\$\((?!\(|date|hostname)", source(node))
-    setters = {"variable_assignment", "unset_command", "declaration_command", "function_definition"}
-    files = (source(inner) for inner in _descend(node) if inner.type == "file_redirect")
-    writes = any(not re.fullmatch(r"\d?>>?&?\s*(\d|/dev/(null|stderr|stdout))", f) for f in files)
-    does_more = runs_others or writes or kinds & setters
-    is_empty = not names and node.type != "comment"
-    return names <= _REPORTING | commands and not (is_empty or does_more)
-
-
-def is_last(node: Node) -> bool:
-    """Return whether nothing but prints stands behind a node in its script. In a loop or a
-    function, and in the text of another command, it is never the last."""
-    blocks = {"program", "if_statement", "elif_clause", "else_clause", "case_statement",
-              "case_item", "compound_statement"}  # fmt: skip
-    while node.parent and node.parent.type in blocks:
-        behind, sibling = [], node.next_named_sibling
-        while sibling:
-            behind.append(sibling)
-            sibling = sibling.next_named_sibling
-        in_branch = ("elif_clause", "else_clause", "case_item")
-        if not all(s.type in in_branch or only_reports(s) for s in behind):
-            return False
-        node = node.parent
-    return node.parent is None
-
-
-def names_set_in(node: Node) -> set[str]:
-    """Return the variables that a block may set, as ``N`` by ``N=1``, ``for N in 1 2``, ``read N``
-    or ``((N++))``; some of its other words may be among them."""
-    names: set[str] = set()
-    for inner in _descend(node):
-        words, kind = [source(child) for child in inner.named_children], inner.type
-        if kind in ("variable_assignment", "for_statement"):
-            names.add(re.split(r"\W", words[0])[0])  # A of A[1]
-        elif kind == "unset_command" or _sets_by_words(inner):
-            names |= {re.split(r"\W", word)[0] for word in words if word != "printf"}
-        elif kind.endswith("_expression") and re.search(r"[^=!<>]=[^=]|\+\+|--", source(inner)):
-            names |= {*words[:1]}  # N of ((N=1)), ((N+=1)) and ((N++))
-    return {name for name in names if re.fullmatch(r"[A-Za-z_]\w*", name)}
-
-
-def _sets_by_words(node: Node) -> bool:
-    """Return whether a node is a command that may set variables which its words name."""
-    name = source(node.child_by_field_name("name"))
-    return name in _SETTERS and (name != "printf" or bool(re.search(r"\s-v", source(node))))
-
-
-def adds_words(name: str, text: str) -> bool:
-    """Return whether an assignment, `text`, only adds words to the end of the variable `name`: to
-    an array by ``NAME+=(…)`` or ``NAME=("${NAME[@]}" …)``; or to a text by ``NAME+=" …"``,
-    ``NAME+=' …'`` or ``NAME="$NAME …"``, where a blank must come first. The words may not have
-    operators of the shell, as ``;`` for ``eval``, except within ``$(…)``."""
-    array = rf"{name}(\+=\(|=\(\s*\"\$\{{{name}\[@\]\}}\"\s)"
-    blank = r"(?=\s|\\\n)"
-    double = rf"{name}(\+=\"|=\"\$({name}|\{{{name}\}})){blank}{_ADDED_TEXT}\"$"
-    if re.match(array, text):
-        return not re.search(r"[;&|<>]", re.sub(r"\$\((?:[^()]|\([^()]*\))*\)", "", text))
-    return any(re.match(form, text) for form in (double, rf"{name}\+='\s[^';&|<>]*'$"))
-
-
-def only_adds_words(name: str, node: Node) -> bool:
-    """Return whether a block has assignments to the variable `name`, all of which add words to it
-    (`adds_words`), and names it nowhere else but in comments and prints."""
-    nodes = [*_descend(node)]
-    assignments = [source(n) for n in nodes if n.type == "variable_assignment"]
-    assignments = [text for text in assignments if re.match(rf"{name}\b", text)]
-    prints = [source(n) for n in nodes if n.type == "comment" or _is_print(n)]
-    remaining = source(node)
-    for text in (*assignments, *prints):
-        remaining = remaining.replace(text, " ", 1)
-    is_elsewhere = re.search(rf"\b{name}\b", remaining)
-    add_words = all(adds_words(name, text) for text in assignments)
-    return bool(assignments) and not is_elsewhere and add_words
-
-
-def _is_print(node: Node) -> bool:
-    """Return whether a node is an ``echo`` or ``printf``, and not into a file or a pipe."""
-    is_plain = node.type == "command" and node.parent.type not in (
-        "redirected_statement",
-        "pipeline",
-    )
-    return is_plain and source(node.child_by_field_name("name")) in ("echo", "printf")
 
 
 def sets_anything(text: str) -> bool:
@@ -368,7 +273,7 @@ def files_written(text: str) -> set[str]:
     """Return the files that bash code, `text`, writes by ``>``, ``>>`` or ``tee``, but for those in
     ``/dev``. Quotes, ``./`` or ``$PWD/`` before a path, and the braces of variables are left out:
     ``> "./${A}.txt"`` has ``$A.txt``. Raise as `parse`."""
-    nodes = [*_descend(parse(text))]
+    nodes = [*descend(parse(text))]
     texts = [source(node) for node in nodes if node.type == "file_redirect"]
     words = [re.fullmatch(r"1?>>?\s*([\"']?)([^&\s]+?)\1", redirect) for redirect in texts]
     words += [re.fullmatch(r"tee\s+(?:-a\s+)?([\"']?)(\S+?)\1", source(node)) for node in nodes]
@@ -384,7 +289,7 @@ def reads_input(node: Node, command: Node) -> bool:
     kinds = ("heredoc_redirect", "herestring_redirect")
     return not is_first or any(
         inner.type in kinds or (inner.type == "file_redirect" and source(inner)[0] == "<")
-        for inner in _descend(node)
+        for inner in descend(node)
     )
 
 
@@ -395,7 +300,7 @@ def all_below(node: Node) -> Iterator[Node]:
         yield from all_below(child)
 
 
-def _descend(node: Node) -> Iterator[Node]:
+def descend(node: Node) -> Iterator[Node]:
     """Yield a node and the named nodes below it, as `all_below`. Left out, with all below them, are
     substitutions (``$(…)``), and assignments for one command alone, as ``A=1 a.out``."""
     yield node
@@ -403,7 +308,7 @@ def _descend(node: Node) -> Iterator[Node]:
     for child in node.named_children:
         is_prefix = is_named and child.type == "variable_assignment"
         if child.type not in ("command_substitution", "process_substitution") and not is_prefix:
-            yield from _descend(child)
+            yield from descend(child)
 
 
 def lines_of(node: Node) -> tuple[int, int]:

@@ -110,7 +110,11 @@ class Launch:
         """Set `program` and `args` to `words`, those behind a launcher's options; without words
         nothing changes. The program's line is marked as lost if the program begins with a blank:
         that follows a backslash which was meant to end the line before."""
-        if words and words[0].text[:1].isspace():
+        text = words[0].text if words else ""
+        if words and words[0].code and text.lstrip():  # of a variable, where the shell drops blanks
+            start = words[0].without_start(len(text) - len(text.lstrip()))
+            words, text = [start, *words[1:]], text.lstrip()
+        if text[:1].isspace():
             text = "a backslash before a blank does not go on in the next line"
             self.mark(words[0].line, LOST, text)
         if words:

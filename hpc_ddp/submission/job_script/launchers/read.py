@@ -96,7 +96,7 @@ def read_launch(
             is_counted = scope.counted == Counted.COMMANDS and may_train(remaining)
             is_counted = is_counted and not any(map(_STARTS_WORKERS.fullmatch, texts))
             is_of_task = launch.step and (not step or is_path or remaining[0].code)
-            if is_of_task and _is_prefix(remaining):
+            if _is_prefix(remaining):
                 text = f"{remaining[0].text} before the launch: only the job knows it"
                 launch.mark(remaining.pop(0).line, LOST, text)
                 continue

@@ -177,7 +177,9 @@ def read_mpirun(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
     launch.step = "ibrun" if words[0].text.endswith("ibrun") else "mpirun"
     options: list[Word] = []
     for word in launch.take_first_component(words):
-        if len(options) > 2 and options[-2].text in ("-genv", "-env"):  # of MPICH: NAME VALUE
+        if options and options[-1].text in ("-genv", "-env") and "=" in word.text:  # of MPICH
+            options[-1] = literal("-x", options[-1].line)
+        elif len(options) > 2 and options[-2].text in ("-genv", "-env"):  # NAME VALUE
             word = join_words(options.pop(), "=", word)
             options[-1] = literal("-x", options[-1].line)
         # --mca NAME VALUE becomes one word: `take_options` knows no option with two values.

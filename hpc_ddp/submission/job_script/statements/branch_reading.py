@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from hpc_ddp.submission.job_script.bash import syntax
+from hpc_ddp.submission.job_script.bash import blocks
+from hpc_ddp.submission.job_script.bash.blocks import names_set_in
 from hpc_ddp.submission.job_script.bash.conditions import (
     Branch,
     branch_without_arguments,
@@ -15,7 +16,7 @@ from hpc_ddp.submission.job_script.bash.conditions import (
     running_branch,
     running_item,
 )
-from hpc_ddp.submission.job_script.bash.syntax import Node, commands_of, names_set_in, source
+from hpc_ddp.submission.job_script.bash.syntax import Node, commands_of, source
 from hpc_ddp.submission.job_script.conversion import OURS, VERDICT
 from hpc_ddp.submission.job_script.launchers.tasks import prepares
 from hpc_ddp.submission.job_script.statements.branches import (
@@ -43,7 +44,7 @@ class BranchReading(Reading):
         """
         has_launch, branches = self._has_launch(node), list(branches_of(node))
         condition, *bodies = node.named_children
-        if has_launch and all(map(syntax.only_reports, bodies)) and self._has_launch(condition):
+        if has_launch and all(map(blocks.only_reports, bodies)) and self._has_launch(condition):
             self._resolve(node, VERDICT, OURS)
             is_negated = condition.type == "negated_command"
             self._read_node(condition.named_children[-1] if is_negated else condition)
@@ -93,7 +94,7 @@ class BranchReading(Reading):
         has_launch = any(s.launch and not prepares(s.launch) for s in statements)
         is_chosen = has_launch and not self._place.in_task
         chosen = choose_arguments(node, branches, self._read_apart) if is_chosen else None
-        is_guarded = has_launch and not self._place.in_text and syntax.is_last(node)
+        is_guarded = has_launch and not self._place.in_text and blocks.is_last(node)
         if chosen:
             self._add(node, chosen[0]).sets |= {CHOSEN}
             self.scope.set(CHOSEN, None)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from hpc_ddp.submission.job_script.bash import syntax
+from hpc_ddp.submission.job_script.bash import blocks
 from hpc_ddp.submission.job_script.bash.conditions import Branch
 from hpc_ddp.submission.job_script.bash.syntax import Node, source
 from hpc_ddp.submission.job_script.bash.words import Part, Word
@@ -34,16 +34,18 @@ def branches_of_case(node: Node) -> list[Branch]:
 def find_common_launch(branches: list[Branch], read: ReadLines) -> tuple[int, Launch] | None:
     """Return the index of the branch whose launch starts tasks, or weighs most, and the launch,
     where all branches of an ``if``, an ``else`` among them, start one program with the same words,
-    and otherwise only print; None for other branches."""
-    launches: list[Launch | None] = []
+    and otherwise only print, or run the same commands; a ``cd`` in a task does not count. None for
+    other branches."""
+    launches, commands = list[Launch](), set[tuple[str, ...]]()
     for _, lines in branches:
-        commands = [n for n in lines if not (n.type == "comment" or syntax.only_reports(n))]
-        launches += [s.launch for s in read(commands) if len(commands) == 1]
-    complete = [launch for launch in launches if launch]
-    has_more = not len(complete) == len(launches) == len(branches) or branches[-1][0]
-    if has_more or len({launch.command for launch in complete}) > 1:
+        statements = read([n for n in lines if not (n.type == "comment" or blocks.only_reports(n))])
+        launches += [s.launch for s in statements if s.launch and not s.lost]
+        texts = [s.text for s in statements if not (s.launch or (s.in_task and s.first == "cd"))]
+        commands.add(tuple(texts))
+    is_common = len(launches) == len(branches) and len(commands) == 1 and not branches[-1][0]
+    if not is_common or len({launch.command for launch in launches}) > 1:
         return None
-    return max(enumerate(complete), key=lambda pair: pair[1].weight)
+    return max(enumerate(launches), key=lambda pair: pair[1].weight)
 
 
 def choose_arguments(
@@ -84,17 +86,17 @@ def guard_only_launch(
 ) -> tuple[str, int] | None:
     """Return the text of an ``if`` or ``case``, `node`, without the lines of its only branch that
     has a launch, and the index of this branch. In the text all other branches end the script, as
-    they do where `node` is the script's last command. None where another branch has a launch, starts
-    Python or is empty.
+    they do where `node` is the script's last command. None where another branch has a launch,
+    starts Python or is empty.
     """
     launches = [any(s.launch and not s.lost for s in read(lines)) for _, lines in branches]
-    others = [lines for (_, lines), is_it in zip(branches, launches, strict=True) if not is_it]
-    starts_python = any(re.match(STARTS_PYTHON, source(line)) for lines in others for line in lines)
-    if launches.count(True) != 1 or starts_python or not all(others):
+    idle = [lines for (_, lines), starts in zip(branches, launches, strict=True) if not starts]
+    starts_python = any(re.match(STARTS_PYTHON, source(line)) for lines in idle for line in lines)
+    if launches.count(True) != 1 or starts_python or not all(idle):
         return None
     chosen, end = launches.index(True), node.children[-1]
     edits = []
-    for last_line in (lines[-1] for lines in others):
+    for last_line in (lines[-1] for lines in idle):
         exit_line = f"\n{' ' * last_line.start_point[1]}exit"
         edits.append((last_line.end_byte, last_line.end_byte, exit_line))
     edits.append((branches[chosen][1][0].start_byte, branches[chosen][1][-1].end_byte, ":"))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from hpc_ddp.submission.job_script.bash import syntax
+from hpc_ddp.submission.job_script.bash import blocks, syntax
 from hpc_ddp.submission.job_script.bash.scope import TAILS, Scope
 from hpc_ddp.submission.job_script.bash.words import Word, literal, split_text
 from hpc_ddp.submission.job_script.conversion import PRINTS
@@ -23,7 +23,7 @@ def extends_launch(name: str, block: syntax.Node, scope: Scope, place: Place) ->
     """Return whether the variable `name` holds the words of a launch, and `block`, a condition or a
     loop, does nothing with it but add words. ``place.step`` is the command whose tasks run the
     words, '' for the batch script; nothing else of `place` counts."""
-    if not (syntax.only_adds_words(name, block) and _holds_launch(name, scope, place)):
+    if not (blocks.only_adds_words(name, block) and _holds_launch(name, scope, place)):
         return False
     assigned = scope.values[name]
     words = [assigned] if isinstance(assigned, Word) else assigned or []
@@ -35,7 +35,7 @@ def extends_launch(name: str, block: syntax.Node, scope: Scope, place: Place) ->
 def replaces_launch(name: str, block: syntax.Node, scope: Scope, place: Place) -> bool:
     """Return whether the variable `name` holds the words of a launch, and `block` sets it, and not
     only adds words. `place` is as in `extends_launch`."""
-    return not syntax.only_adds_words(name, block) and _holds_launch(name, scope, place)
+    return not blocks.only_adds_words(name, block) and _holds_launch(name, scope, place)
 
 
 def _holds_launch(name: str, scope: Scope, place: Place) -> bool:

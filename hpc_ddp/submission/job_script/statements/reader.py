@@ -6,9 +6,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 
-from hpc_ddp.submission.job_script.bash import loops, syntax
+from hpc_ddp.submission.job_script.bash import blocks, loops, syntax
+from hpc_ddp.submission.job_script.bash.blocks import names_set_in
 from hpc_ddp.submission.job_script.bash.comments import is_comment
-from hpc_ddp.submission.job_script.bash.syntax import Node, commands_of, names_set_in, source
+from hpc_ddp.submission.job_script.bash.syntax import Node, commands_of, source
 from hpc_ddp.submission.job_script.bash.words import Part, Word
 from hpc_ddp.submission.job_script.conversion import DECIDED, OURS, VERDICT, first_reason
 from hpc_ddp.submission.job_script.launchers.launch import Launch
@@ -17,6 +18,9 @@ from hpc_ddp.submission.job_script.statements.reading import OF_ARGUMENTS
 from hpc_ddp.submission.job_script.statements.statement import changes_folder, inner_text
 
 _ENDS = re.compile(r"exit\b[^;&|\n]*$|exec\s+[^-<>&\d\s][^;&|\n]*$")  # exec of a program
+
+
+_PRINTS_ONLY = r"(echo|printf|date|hostname|nvidia-smi|pwd|ls|export|unset|set|module list)\b"
 
 
 class Reader(BranchReading):
@@ -182,10 +186,13 @@ class Reader(BranchReading):
         """Append the statements of `text`, a script that is a word of the command `node`, from
         `line` on. Tasks of `step` run it, or for '' the batch script. Each statement has all lines
         of `node`, unless its own are known (`syntax.shift_of`). Raise as `syntax.parse`."""
-        before = self._place
+        before, count = self._place, len(self.statements)
         shift = syntax.shift_of(node, text, line) if before.lines is None else None
         self._place = replace(before, lines=self._at(node), shift=shift, step=step, in_text=True)
         self.read(text)
+        for statement in self.statements[count:]:
+            if re.fullmatch(r"\$\{\w+\}", statement.text):  # commands, and not the words of one
+                statement.text = f'eval "{statement.text}"'
         self._place = before
 
     def _has_launch(
@@ -243,22 +250,24 @@ class Reader(BranchReading):
         first, last = node.named_children[0], node.named_children[-1]
         is_test = re.match(r"(\[|test\b|!)", source(first)) or node.children[1].type == "||"
         if is_test and not self._has_launch(first):
-            if self._place.in_text or not syntax.is_last(node):
+            if self._place.in_text or not blocks.is_last(node):
                 self._add(node, lost=CHOOSES)
                 return
             ends = {"&&": "||", "||": "&&"}[node.children[1].type]
             self._add(first, f"{source(first)} {ends} exit")
             self._read_node(last)
             return
-        parts = [first]  # of which each is read by itself between two launches
+        count, parts = len(self.statements), [first]  # between two launches each is read by itself
         while self._has_launch(last) and parts[0].type == "list" and "||" not in source(parts[0]):
             parts[:1] = parts[0].named_children[0], parts[0].named_children[-1]
         for part in parts:
             self._read_node(part)
         self.statements[-1].around = "" if self._has_launch(last) else source(node)
+        if node.children[1].type == "&&" and self._has_launch(last):
+            self._end_after_failures(count)
         if self._has_launch(last) or not self._has_launch(first):
             self._read_node(last)
-        elif syntax.only_reports(last, self._find_reporting_functions()):
+        elif blocks.only_reports(last, self._find_reporting_functions()):
             self._resolve(last, VERDICT, OURS)
         elif reason := first_reason(DECIDED, source(last), is_after=True):
             self._resolve(last, reason, OURS)
@@ -266,10 +275,21 @@ class Reader(BranchReading):
             reason = f"`{source(last):.30}` asks how the launch ended: see hpc-ddp's verdict"
             self._add(last, lost=reason)
 
+    def _end_after_failures(self, count: int) -> None:
+        """Have each command from the statement `count` on end the script if it fails, as in front
+        of ``&& LAUNCH``; not one that prints, moves or sets variables."""
+        for statement in self.statements[count:]:
+            is_single = not re.search(r"\|\||;|\bexit\b|\n", statement.text)
+            if statement.launch and is_single:  # for one that prepares the training
+                statement.around = f"{statement.text} || exit"
+            is_plain = not (statement.name or statement.launch or statement.first == "cd")
+            if is_plain and is_single and not re.match(_PRINTS_ONLY, statement.text):
+                statement.text += " || exit"
+
     def _find_reporting_functions(self) -> set[str]:
         """Return the names of functions that only print or end the script."""
         bodies = ((name, syntax.body_of(node)) for name, (node, _, _) in self._functions.items())
-        return {name for name, body in bodies if syntax.only_reports(body)}
+        return {name for name, body in bodies if blocks.only_reports(body)}
 
     def _read_call(self, name: str, words: list[Word], node: Node) -> None:
         """Append the statements in the body of the function `name`, which `node` calls with the

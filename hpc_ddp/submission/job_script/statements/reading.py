@@ -10,8 +10,9 @@ from typing import Any
 
 from hpc_ddp.core.job.variables import is_of_hpc_ddp
 from hpc_ddp.submission.job_script.bash import syntax
+from hpc_ddp.submission.job_script.bash.blocks import names_set_in
 from hpc_ddp.submission.job_script.bash.scope import Scope
-from hpc_ddp.submission.job_script.bash.syntax import Node, names_set_in, source
+from hpc_ddp.submission.job_script.bash.syntax import Node, source
 from hpc_ddp.submission.job_script.bash.words import Part, Word, literal
 from hpc_ddp.submission.job_script.bash.written_texts import write_texts
 from hpc_ddp.submission.job_script.conversion import LOST, TAKEN, Mark

@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Set
 
-from hpc_ddp.submission.job_script.bash import syntax
+from hpc_ddp.submission.job_script.bash import blocks, syntax
 from hpc_ddp.submission.job_script.bash.quotes import split_quoted
 from hpc_ddp.submission.job_script.bash.words import Word, split_text
 from hpc_ddp.submission.job_script.conversion import (
@@ -48,6 +48,11 @@ _STARTED = re.compile(r"^\w+\+?=\(?[\"']?\s*\$(!|\{!\})[\"']?\)?$")
 _DOES_MORE = re.compile(
     r"&&|\|\||\b(cp|mv|rm|mkdir|touch|ln|dd|tar|rsync|scp|chmod|pip|conda|module|source|export|cd"
     r"|kill|pkill|killall|bash|sh|python[\d.]*)\b"
+)
+# In the assignment of a variable by which the workers meet, or that says how the launch ended.
+_OF_LAUNCH = re.compile(
+    r"scontrol|srun|hostname|NODELIST|RANDOM|shuf|port|MASTER|socket|getent|nslookup|\bip\b|\$[?!]",
+    re.I,
 )
 _BESIDE = "it runs beside the launch: setup with & at its end, or in the program"
 _NOTICED = "notices reach the workers, and the end of the job ends what it has started"
@@ -240,7 +245,8 @@ class Refusals:
             return reason
         reason = self.find_reason(REFUSED, statement, is_after)
         is_before = not (statement.in_task or is_after)
-        if reason == DELETES and is_before and ONLY_DELETES.fullmatch(self._fill_in_values(text)):
+        deletes = ONLY_DELETES.fullmatch(self._fill_in_values(text)) or _only_tidies(text)
+        if reason == DELETES and is_before and deletes:
             statement.is_once, reason = True, ""
         if reason == DELETES and is_after and self._only_deletes_written(text, index):
             reason = ""
@@ -253,7 +259,9 @@ class Refusals:
             return _BESIDE
         is_outside = self.launch and self.launch.enters_container and index < self._at
         is_outside = is_outside and statement.in_task and not statement.name
-        return reason or (_OUTSIDE if is_outside and not _IN_BOTH.match(text) else "")
+        commands = map(syntax.source, syntax.commands_of(syntax.parse(text))) if is_outside else ()
+        is_in_both = _IN_BOTH.match(text) and all(map(_IN_BOTH.match, commands))
+        return reason or (_OUTSIDE if is_outside and not is_in_both else "")
 
     def _only_deletes_written(self, text: str, index: int) -> bool:
         """Return whether a command, a `text`, only deletes files that statements before it, up to
@@ -291,6 +299,18 @@ class Refusals:
         is_of_folder = is_moved and RELATIVE.search(statement.text)
         return "the launch has another folder: teardown, if needed" if is_of_folder else ""
 
+    def is_of_launch(self, name: str) -> bool:
+        """Return whether the assignment of the variable `name`, or of one that it needs, is of the
+        rendezvous, or of how the launch ended, by its text."""
+        names, checked = {name}, set[str]()
+        while names := names - checked:
+            texts = [self.assigned[n] for n in names & self.assigned.keys()]
+            if any(_OF_LAUNCH.search(s.text) for s in texts):
+                return True
+            checked |= names
+            names = {needed for s in texts for needed in s.names}
+        return False
+
     def find_reason(self, rules: Rules, statement: Statement, is_after: bool) -> str:
         """Return the reason of the first rule that fits a statement behind the launch (`is_after`)
         or before it; '' if none does.
@@ -310,6 +330,14 @@ class Refusals:
         if self._name:
             text = re.sub(rf"(?<=[\s/\"']){re.escape(self._name)}(?=[\s\"';)]|$)", "$0", text)
         return first_reason(rules, text, is_after)
+
+
+def _only_tidies(text: str) -> bool:
+    """Return whether bash code, `text`, is an ``if`` of commands that delete or make folders, print
+    or test."""
+    root = syntax.parse(text)
+    is_if = [child.type for child in root.named_children] == ["if_statement"]
+    return is_if and blocks.only_reports(root, {"rm", "mkdir", "["})
 
 
 def _names_file(text: str, file: str) -> bool:

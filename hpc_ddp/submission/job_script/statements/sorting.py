@@ -234,7 +234,8 @@ class Sorter:
     def _prints_left_out(self, statement: Statement) -> bool:
         """Return whether a print, not into a file or another command, names a variable that is left
         out: one of hpc-ddp's, but for Slurm's; one of a command line in the launch; or one that no
-        line needs and whose value only bash knows."""
+        line needs, that only bash knows, and by which the workers meet (`Refusals.is_of_launch`).
+        """
         values = {name: s.assigned for name, s in self._refusals.assigned.items() if not s.exported}
         lines = (s for s in self._statements if not (s.name or s.launch or s.lost or s.decided))
         of_lines = {name for s in lines if not PRINTS.match(s.text) for name in s.names}
@@ -242,7 +243,8 @@ class Sorter:
         if re.search(r">|\btee\b|[;|&]", code):
             return False
         unneeded = values.keys() - self._needed - self._kept_in_the_end - of_lines
-        left_out = {name for name in unneeded if not is_known(values[name])}
+        unknown = (name for name in unneeded & statement.names if not is_known(values[name]))
+        left_out = {name for name in unknown if self._refusals.is_of_launch(name)}
         left_out |= self._in_launch & self._commands
         names = statement.names - self._needed
         is_of_ours = any(is_of_hpc_ddp(n) and not n.startswith("SLURM") for n in names)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
-from hpc_ddp.submission.job_script.bash import syntax
+from hpc_ddp.submission.job_script.bash import blocks, syntax
 from hpc_ddp.submission.job_script.bash.values import Value
 from hpc_ddp.submission.job_script.bash.words import Word
 from hpc_ddp.submission.job_script.launchers.launch import Launch
@@ -112,7 +112,7 @@ class Statement:
             and all(_is_among(n, processes) for n in node.children_by_field_name("value"))
         }  # fmt: skip
         are_own = all(_is_among(n, processes | loops) for words in kills for n in words[1:])
-        return bool(kills) and are_own and syntax.only_reports(root, {"kill", "sleep"})
+        return bool(kills) and are_own and blocks.only_reports(root, {"kill", "sleep"})
 
     def reports_status(self, variables: set[str]) -> bool:
         """Return whether the statement only reports how the command before it ended: an assignment
@@ -121,7 +121,7 @@ class Statement:
         if self.name:
             return bool(re.fullmatch(r"\w+=[\"']?\$(\?|\{PIPESTATUS\[0\]\})[\"']?", self.text))
         uses_status = self.names & variables or re.search(r"\$(\?|\{PIPESTATUS)", self.text)
-        return bool(uses_status) and syntax.only_reports(syntax.parse(self.text))
+        return bool(uses_status) and blocks.only_reports(syntax.parse(self.text))
 
 
 def _is_among(node: syntax.Node, processes: Set[str]) -> bool:

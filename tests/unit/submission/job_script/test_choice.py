@@ -130,7 +130,10 @@ def test_branches_that_differ_are_named(first: str, end: str, tmp_path: Path) ->
         (f"[ -f x ] && srun {RUN}", ["[ -f x ] || exit"]),
         (f"[ -f x ] && [ -f y ] && srun {RUN}", ["[ -f x ] && [ -f y ] || exit"]),
         (f"grep -q over log || srun {RUN}", ["grep -q over log && exit"]),
-        (f"if [ -f x ]; then\nsrun {RUN}\nfi\necho over", ["if [ -f x ]; then\n:\nelse exit 0; fi"]),
+        (
+            f"if [ -f x ]; then\nsrun {RUN}\nfi\necho over",
+            ["if [ -f x ]; then\n:\nelse exit 0; fi"],
+        ),
         (
             f"if [ -f x ]; then\n  cp a b\n  srun {RUN}\nelse\n  echo no\nfi",
             ["if [ -f x ]; then\n  :\nelse\n  echo no\n  exit\nfi", "cp a b"],

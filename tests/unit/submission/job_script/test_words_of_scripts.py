@@ -636,7 +636,8 @@ def test_gpus_of_a_script_without_a_number_of_nodes(options: str) -> None:
         (("go torchrun a.py", TRAIN), 3, LOST, "it may start a training"),
         (("go srun python a.py",), 3, LOST, "it may be the launch"),
         (("true", "exit 0"), 4, LOST, "here the job script ends"),
-        (("P=$(date)", "echo $P", TRAIN), 4, OURS, "a variable that is left out"),
+        (("P=$(hostname)", "echo $P", TRAIN), 4, OURS, "a variable that is left out"),
+        (("N=$(ls a | wc -l)", "echo $N", TRAIN), 4, TAKEN, "setup"),
         (('F=""', "f() { F=x; }", "f", 'if [ -n "$F" ]; then echo; fi', TRAIN), 6, TAKEN, "setup"),
         (
             ("P=$(date)", 'srun sh -c "', "export MASTER_PORT=1", 'python train.py --p $(id)"'),

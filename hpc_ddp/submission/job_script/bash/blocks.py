@@ -1,0 +1,104 @@
+"""Blocks of a job script: those that only print, the variables that they set or extend."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Set
+
+from hpc_ddp.submission.job_script.bash.syntax import Node, commands_of, descend, source
+
+# What is added to a text in double quotes: no operator of the shell, but within ``$(…)``.
+_ADDED_TEXT = r"(?:\\[\s\S]|\$\((?:[^()]|\([^()]*\))*\)|(?!\$\()[^\"\\;&|<>])*"
+_REPORTING = {"echo", "printf", "date", "exit", "return", "true", ":", "test", "wait"}
+# Commands that may set variables whose names are among their words.
+_SETTERS = ("read", "mapfile", "readarray", "printf", "let", "getopts", "declare")
+
+
+def only_reports(node: Node, commands: Set[str] = frozenset()) -> bool:
+    """Return whether a block, with all its branches, only prints or ends the script. It must have
+    commands, all in `_REPORTING` or `commands`, and may neither write a file, set a variable nor
+    run others by ``$(…)``, except ``$(date)`` and ``$(hostname)``. A comment only reports, too."""
+    kinds = {inner.type for inner in descend(node)}
+    names = {source(command.child_by_field_name("name")) for command in commands_of(node)}
+    runs_others = re.search(r"`|\$\((?!\(|date|hostname)", source(node))
+    setters = {"variable_assignment", "unset_command", "declaration_command", "function_definition"}
+    files = (source(inner) for inner in descend(node) if inner.type == "file_redirect")
+    writes = any(not re.fullmatch(r"\d?>>?&?\s*(\d|/dev/(null|stderr|stdout))", f) for f in files)
+    does_more = runs_others or writes or kinds & setters
+    is_empty = not names and node.type != "comment"
+    return names <= _REPORTING | commands and not (is_empty or does_more)
+
+
+def is_last(node: Node) -> bool:
+    """Return whether nothing but prints stands behind a node in its script. In a loop or a
+    function, and in the text of another command, it is never the last."""
+    blocks = {"program", "if_statement", "elif_clause", "else_clause", "case_statement",
+              "case_item", "compound_statement"}  # fmt: skip
+    while node.parent and node.parent.type in blocks:
+        behind, sibling = [], node.next_named_sibling
+        while sibling:
+            behind.append(sibling)
+            sibling = sibling.next_named_sibling
+        in_branch = ("elif_clause", "else_clause", "case_item")
+        if not all(s.type in in_branch or only_reports(s) for s in behind):
+            return False
+        node = node.parent
+    return node.parent is None
+
+
+def names_set_in(node: Node) -> set[str]:
+    """Return the variables that a block may set, as ``N`` by ``N=1``, ``for N in 1 2``, ``read N``
+    or ``((N++))``; some of its other words may be among them."""
+    names: set[str] = set()
+    for inner in descend(node):
+        words, kind = [source(child) for child in inner.named_children], inner.type
+        if kind in ("variable_assignment", "for_statement"):
+            names.add(re.split(r"\W", words[0])[0])  # A of A[1]
+        elif kind == "unset_command" or _sets_by_words(inner):
+            names |= {re.split(r"\W", word)[0] for word in words if word != "printf"}
+        elif kind.endswith("_expression") and re.search(r"[^=!<>]=[^=]|\+\+|--", source(inner)):
+            names |= {*words[:1]}  # N of ((N=1)), ((N+=1)) and ((N++))
+    return {name for name in names if re.fullmatch(r"[A-Za-z_]\w*", name)}
+
+
+def _sets_by_words(node: Node) -> bool:
+    """Return whether a node is a command that may set variables which its words name."""
+    name = source(node.child_by_field_name("name"))
+    return name in _SETTERS and (name != "printf" or bool(re.search(r"\s-v", source(node))))
+
+
+def adds_words(name: str, text: str) -> bool:
+    """Return whether an assignment, `text`, only adds words to the end of the variable `name`: to
+    an array by ``NAME+=(…)`` or ``NAME=("${NAME[@]}" …)``; or to a text by ``NAME+=" …"``,
+    ``NAME+=' …'`` or ``NAME="$NAME …"``, where a blank must come first. The words may not have
+    operators of the shell, as ``;`` for ``eval``, except within ``$(…)``."""
+    array = rf"{name}(\+=\(|=\(\s*\"\$\{{{name}\[@\]\}}\"\s)"
+    blank = r"(?=\s|\\\n)"
+    double = rf"{name}(\+=\"|=\"\$({name}|\{{{name}\}})){blank}{_ADDED_TEXT}\"$"
+    if re.match(array, text):
+        return not re.search(r"[;&|<>]", re.sub(r"\$\((?:[^()]|\([^()]*\))*\)", "", text))
+    return any(re.match(form, text) for form in (double, rf"{name}\+='\s[^';&|<>]*'$"))
+
+
+def only_adds_words(name: str, node: Node) -> bool:
+    """Return whether a block has assignments to the variable `name`, all of which add words to it
+    (`adds_words`), and names it nowhere else but in comments and prints."""
+    nodes = [*descend(node)]
+    assignments = [source(n) for n in nodes if n.type == "variable_assignment"]
+    assignments = [text for text in assignments if re.match(rf"{name}\b", text)]
+    prints = [source(n) for n in nodes if n.type == "comment" or _is_print(n)]
+    remaining = source(node)
+    for text in (*assignments, *prints):
+        remaining = remaining.replace(text, " ", 1)
+    is_elsewhere = re.search(rf"\b{name}\b", remaining)
+    add_words = all(adds_words(name, text) for text in assignments)
+    return bool(assignments) and not is_elsewhere and add_words
+
+
+def _is_print(node: Node) -> bool:
+    """Return whether a node is an ``echo`` or ``printf``, and not into a file or a pipe."""
+    is_plain = node.type == "command" and node.parent.type not in (
+        "redirected_statement",
+        "pipeline",
+    )
+    return is_plain and source(node.child_by_field_name("name")) in ("echo", "printf")

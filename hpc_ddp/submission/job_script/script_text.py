@@ -1,0 +1,79 @@
+"""The text of a job script before it is parsed: its first line, and its own path."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+
+from hpc_ddp.submission.job_script.bash.comments import join_cut_lines, lines_of_cuts
+from hpc_ddp.submission.job_script.conversion import LOST, Conversion
+from hpc_ddp.submission.job_script.launchers.tasks import LOGIN
+from hpc_ddp.submission.job_script.project_file import is_code
+
+# The program of a script's first line, and those that do not read it as bash does.
+_INTERPRETER = re.compile(r"#!\s*(?:\S*/env\s+(?:-\S+\s+)*)?(?:\S*/)?([A-Za-z][\w.+-]*)")
+_OTHERS = re.compile(
+    r"t?csh|fish|python[\d.]*|pypy\d*|perl|ruby|Rscript|julia|node|lua|tclsh|expect|g?awk|php"
+)
+# The question to Slurm for the path of the job's own script, and for the folder of a path.
+_OWN_PATH = re.compile(
+    r"\$\(\s*scontrol\s+show\s+job(?:id)?\s+(?:-\w+\s+)*\"?\$\{?SLURM_JOB_?ID\}?\"?\s*\|"
+    r"[^()\n]*Command=[^()\n]*(?:\([^()\n]*\)[^()\n]*)*\)"
+)
+_FOLDER_OF = re.compile(r"\$\(\s*dirname\s+\"?(/[\w./+@:,=-]+)\"?\s*\)")
+
+
+def leave_out_other_languages(text: str, name: str, result: Conversion) -> str:
+    """Return a script's text. If its first line names a program that reads no bash, as Python, the
+    text has only ``#!/bin/bash``, the directives and comments, and the other lines are empty and
+    marked as lost in `result`. `name` is the name of the script's file."""
+    match = _INTERPRETER.match(text)
+    if match and match[1] == "zsh":
+        result.note(1, "zsh reads it, hpc-ddp's job is of bash: there $A without quotes is split")
+    if match is None or not _OTHERS.fullmatch(match[1]):
+        return text
+    reason = f"{match[1]} reads it, hpc-ddp's job is of bash: write it so, in setup or env"
+    if match[1].startswith("python"):
+        reason = f"Python: it may be the program: script = {json.dumps(name)}"
+    lines = text.splitlines()
+    for number, line in enumerate(lines, 1):
+        if is_code(line) and not line.startswith("#"):
+            result.mark(number, number, LOST, reason)
+            lines[number - 1] = ""
+    return "\n".join(["#!/bin/bash", *lines[1:]])
+
+
+def fill_in_own_path(text: str, path: Path, result: Conversion) -> str:
+    """Return a script's text with its own `path` in place of a question to Slurm for it: in
+    hpc-ddp's job that would be another script. A note goes to `result` where there is one."""
+    filled = _OWN_PATH.sub(str(path), text)
+    if filled != text and re.fullmatch(r"[\w./+@:,=-]+", str(path)):
+        result.note(0, f"the job script's own path is written where it asks Slurm for it: {path}")
+        return _FOLDER_OF.sub(lambda match: os.path.dirname(match[1]), filled)
+    return text
+
+
+def take_shebang(first_line: str, result: Conversion) -> None:
+    """Put the options of bash in a script's first line into set-up lines: those of a login shell by
+    the files that it reads, others by ``set``. ``#!/bin/bash -le`` gives two lines."""
+    if shebang := re.match(r"#!.*\s-(-login|\w+)\s*$", first_line):
+        if "l" in shebang[1]:
+            result.append("setup", LOGIN, 1)
+        if options := re.sub("-login|l", "", shebang[1]):
+            result.append("setup", f"set -{options}", 1)
+
+
+def join_lines(text: str, result: Conversion) -> str:
+    """Return a script's text with lines joined as their backslashes are meant (`join_cut_lines`),
+    with a note in `result` on each, and on each comment that ends a command. Raise as
+    `syntax.parse`."""
+    text, cut_lines = join_cut_lines(text)
+    for line in cut_lines:
+        reason = "a backslash before a blank does not go on in the next line: read as it is meant"
+        result.note(line, reason)
+    for line in lines_of_cuts(text):
+        reason = "the lines behind it are a command of their own"
+        result.note(line, f"this comment ends the command before it: {reason}")
+    return text

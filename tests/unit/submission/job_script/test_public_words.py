@@ -1,0 +1,131 @@
+"""Words of 194 public job scripts (jobspec-database), and what they have to become."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpc_ddp.submission.job_script.conversion import LOST, OURS, TAKEN, Conversion
+from hpc_ddp.submission.job_script.convert import convert
+
+HERE = Path("/home/me/project")
+NODE = "#SBATCH --nodes=1 --gpus-per-node=2"
+TRAIN = "srun python train.py"
+OF_TASK = "srun bash -c '{}python train.py'"
+IN_IMAGE = "singularity exec --nv app.img python"
+
+
+def of_text(*lines: str) -> Conversion:
+    """Return the conversion of a script of one node, which has `lines` from the third line on."""
+    return convert("\n".join(("#!/bin/bash", NODE, *lines)) + "\n", HERE, HERE, name="job.sh")
+
+
+@pytest.mark.parametrize(
+    ("lines", "settings"),
+    [
+        # A word of a task that the batch script's variables make up is filled in there.
+        (("B=$(cat bs)", 'export CMD="train.py --bs $B"', "srun bash -c 'torchrun $CMD'"),
+         {"expand": ["B", "ARGUMENTS_1[@]"], "node-setup": ["ARGUMENTS_1=(${B})"]}),
+        # What stands before && and the launch has to succeed.
+        (("source a/activate && python train.py",), {"setup": ["source a/activate || exit"]}),
+        (("echo a && module load b && srun python train.py",),
+         {"setup": ["echo a", "module load b || exit"]}),
+        (("cd sub && nvidia-smi && srun python train.py",), 
+         {"chdir": "sub", "setup": ["nvidia-smi"]}),
+        ((OF_TASK.format("python prep.py && "),), {"worker-setup": ["python prep.py || exit"]}),
+        # The commands in a variable are no words of one command.
+        (('P="a; b"', '[ -f y ] && P="$P; c"', 'eval "$P; python train.py"'),
+         {"setup": ['P="a; b"', '[ -f y ] && P="$P; c"', 'eval "${P}"']}),
+        # srun shows its tasks other GPUs than the batch script.
+        ((OF_TASK.format("CUDA_VISIBLE_DEVICES=0 "),),
+         {"env": None, "worker-setup": ["export CUDA_VISIBLE_DEVICES=0"]}),
+        (("srun env CUDA_VISIBLE_DEVICES=0 torchrun train.py",),
+         {"env": None, "node-setup": ["export CUDA_VISIBLE_DEVICES=0"]}),
+        # Tokens of a vocabulary.
+        ((rf"{TRAIN} --mask '<mask>' --end \</s\>",),
+         {"args": ["--mask", "<mask>", "--end", "</s>"]}),
+        # Folders are made anew by the first attempt alone.
+        (("if [ -d out ]; then", "  rm out/*", "else mkdir out; fi", TRAIN),
+         {"setup": ["<once> || { if [ -d out ]; then\n  rm out/*\nelse mkdir out; fi; }"]}),
+        # Programs.
+        (("python3 -m torch.distributed.run $(which fairseq-train) data",),
+         {"script": "fairseq-train", "no-python": True, "args": ["data"]}),
+        (("srun python -m my-package.train",), {"script": "my-package.train", "module": True}),
+        (("source a/activate", "python3.11 train.py"), {"python": "python3.11"}),
+        (("python train.py \\  # the program", "  --lr 1"), {"args": ["--lr", "1"]}),
+        (("cd /tmp", 'CMD=" \\', '  `pwd`/train.py --lr 1"', "torchrun $CMD"),
+         {"args": ["--lr", "1"], "script": "/tmp/train.py"}),
+        # MPICH's variables; what is HyperPod's own; the machine that the loop is on.
+        (("mpirun -np 2 -genv A=1 -genv B 2 python train.py",), {"env": {"A": "1", "B": "2"}}),
+        (('AUTO_RESUME=""', "[ -d /opt/a ] && AUTO_RESUME=--auto-resume=1",
+          "srun $AUTO_RESUME torchrun a.py"),
+         {"srun": None, "script": "a.py"}),
+        (('for N in $NODES; do if [ "$N" = "$HOSTNAME" ]; then torchrun --rdzv_id=1 a.py --x 1 &',
+          'else ssh $N "cd $PWD; torchrun --rdzv_id=1 a.py --x 1" & fi; done', "wait"),
+         {"script": "a.py", "args": ["--x", "1"]}),
+        # Durations, and what a here-document or a print has in it.
+        (("T=$(date +%s)", TRAIN, "D=$(($(date +%s) - T))", "echo $D"),
+         {"setup": ["export T=$(date +%s)"], "teardown": ["D=$(($(date +%s) - T))", "echo $D"]}),
+        (("cat > run.sh <<EOF", "torchrun a.py", "EOF", "srun bash run.sh"),
+         {"setup": ["cat > run.sh <<EOF\ntorchrun a.py\nEOF"], "args": ["run.sh"]}),
+        (('echo "pdsh : $(which pdsh)"', TRAIN), {"setup": ['echo "pdsh : $(which pdsh)"']}),
+    ],
+)  # fmt: skip
+def test_words_keep_their_meaning(lines: tuple[str, ...], settings: dict[str, Any]) -> None:
+    result = of_text(*lines)
+    written = {key: result.settings().get(key) for key in settings}
+    for key in {"setup"} & written.keys():
+        texts = [text.rpartition('/attempt-0" ] ')[2] for text in written["setup"] or ()]
+        written[key] = [f"<once> {text}" if text.startswith("||") else text for text in texts]
+    assert written == settings
+    assert LOST not in {result.group(line)[0] for line in range(2, 3 + len(lines))}
+
+
+@pytest.mark.parametrize(
+    ("lines", "line", "group", "reason"),
+    [
+        (("#SBATCH --partition=<add your partition>", TRAIN), 3, LOST, "is a placeholder"),
+        (("#SBATCH --gpus= # number", TRAIN), 3, LOST, "--gpus is empty"),
+        (("#SBATCH --exclude=", TRAIN), 3, OURS, "--exclude is empty"),
+        (('#SBATCH --export="A=1,B=2" \\', TRAIN), 3, TAKEN, "env"),
+        (("#SBATCH --cpus-per-gpu=8", "srun -c 4 python a.py"), 4, LOST, "beside --cpus-per-gpu"),
+        (("srun -n 4 --gres=gpu:4 python a.py",), 3, LOST, "srun has 4 GPUs of a node"),
+        (("torchrun --standalone $*",), 3, LOST, "it may start a training"),
+        (("if [ -d a ]; then printf x; rm -rf $(ls a); fi", "printf y", TRAIN), 4, TAKEN, "setup"),
+        ((f'srun bash -c "export A=1 && {IN_IMAGE} prep.py && {IN_IMAGE} train.py"',),
+         3, LOST, "before it enters the container"),
+    ],
+)  # fmt: skip
+def test_what_has_no_place_is_named(
+    lines: tuple[str, ...], line: int, group: str, reason: str
+) -> None:
+    result = of_text(*lines)
+    assert result.group(line)[0] == group, result.group(line)
+    assert reason in result.group(line)[1]
+
+
+@pytest.mark.parametrize(
+    ("lines", "note"),
+    [
+        (("srun --gres=gpu:1 python a.py",), "srun has 1 GPUs of a node, and the job 2"),
+        (("srun singularity exec a.img python a.py",), "hpc-ddp adds --nv"),
+        (("#SBATCH --signal=B:USR1@60", TRAIN), "reaches the workers"),
+        (('cp "$0" out', TRAIN), "$0 is the batch script of hpc-ddp"),
+        (("python a.py \\ ", "  --lr 1"), "read as it is meant"),
+        (("cd $(pwd -P)", TRAIN), "only the job knows its folder"),
+    ],
+)
+def test_what_differs_has_a_note(lines: tuple[str, ...], note: str) -> None:
+    assert note in str(of_text(*lines).notes)
+
+
+def test_a_moment_that_only_gives_a_duration_has_no_note() -> None:
+    lines = ("T=$(date +%s)", TRAIN, "echo $(($(date +%s) - T))")
+    assert "another value at each start" not in str(of_text(*lines).notes)
+    assert "another value at each start" in str(of_text("T=$(date +%s)", f"{TRAIN} $T").notes)
+
+
+def test_without_a_launch_no_number_of_workers_is_written() -> None:
+    assert "nproc-per-node" not in of_text("module load cuda").settings()
