@@ -50,7 +50,7 @@ _TEMPORARY = (
 )
 # A line that does no more than delete files or folders with names, but not those of runs.
 ONLY_DELETES = re.compile(
-    r"rm(\s+-\w+)*(\s+[\"']?(?!\S*\.\.|\S*\bruns\b)([\w.${}~-]*/)*\w[\w.-]*(/|/\*)?[\"']?(?=\s|$))+"
+    r"rm(\s+-\w+)*(\s+[\"']?(?!\S*\.\.|\S*\bruns\b)([\w.${}~-]*/)*\w[\w.*-]*(/|/\*)?[\"']?(?=\s|$))+"
     r"(\s*\d?>+&?\s*\S+)*(\s*\|\|\s*(true|:))?"
 )
 # Whether a run, or the task of an array that it is, has had an attempt.

@@ -26,6 +26,7 @@ _FAMILIES = (
     {"mem", "mem-per-cpu", "mem-per-gpu"},
     {"exclusive", "oversubscribe"},
     {"gpus-per-node", "gres"},
+    {"cpus-per-task", "cpus-per-gpu"},
 )
 # An earlier value of these is not lost: the lists of pyxis are joined (`container.join_lists`), and
 # hpc-ddp's export repeats the user's.

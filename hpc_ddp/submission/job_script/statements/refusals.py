@@ -248,6 +248,8 @@ class Refusals:
         deletes = ONLY_DELETES.fullmatch(self._fill_in_values(text)) or _only_tidies(text)
         if reason == DELETES and is_before and deletes:
             statement.is_once, reason = True, ""
+        if reason == DELETES and is_before and _deletes_below_missing(text):
+            reason = ""
         if reason == DELETES and is_after and self._only_deletes_written(text, index):
             reason = ""
         if not (self.launch or reason) and self._may_launch(text):
@@ -330,6 +332,16 @@ class Refusals:
         if self._name:
             text = re.sub(rf"(?<=[\s/\"']){re.escape(self._name)}(?=[\s\"';)]|$)", "$0", text)
         return first_reason(rules, text, is_after)
+
+
+def _deletes_below_missing(text: str) -> bool:
+    """Return whether bash code, `text`, is an ``if [ ! -d FOLDER ]`` that deletes nothing but what
+    is below this folder, which is not there before."""
+    folder = re.match(r"if\s+\[\[?\s+!\s+-[de]\s+[\"']?([^\s\"']+)[\"']?\s+\]", text)
+    commands = map(syntax.source, syntax.commands_of(syntax.parse(text)) if folder else ())
+    deleted = [word for c in commands if c.startswith("rm ") for word in c.split()[1:]]
+    paths = [word.strip("\"'") for word in deleted if word[:1] != "-"]
+    return bool(folder and paths) and all(path.startswith(f"{folder[1]}/") for path in paths)
 
 
 def _only_tidies(text: str) -> bool:

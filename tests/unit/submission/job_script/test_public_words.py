@@ -49,6 +49,9 @@ def of_text(*lines: str) -> Conversion:
         # Folders are made anew by the first attempt alone.
         (("if [ -d out ]; then", "  rm out/*", "else mkdir out; fi", TRAIN),
          {"setup": ["<once> || { if [ -d out ]; then\n  rm out/*\nelse mkdir out; fi; }"]}),
+        (("if [ ! -d $D ]; then", "  unzip d.zip -d $D", '  rm -rf "$D/x"', "fi", TRAIN),
+         {"setup": ['if [ ! -d $D ]; then\n  unzip d.zip -d $D\n  rm -rf "$D/x"\nfi']}),
+        (("rm -rf bert_out*", TRAIN), {"setup": ["<once> || { rm -rf bert_out*; }"]}),
         # Programs.
         (("python3 -m torch.distributed.run $(which fairseq-train) data",),
          {"script": "fairseq-train", "no-python": True, "args": ["data"]}),

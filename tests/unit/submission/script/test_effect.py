@@ -73,6 +73,7 @@ def test_no_directive_of_ours_overrides_the_users_without_a_word(values: dict[st
         ({}, "--error=x", "--error"),
         ({}, "--chdir=/x", "--chdir"),
         ({"mem": "1G"}, "--mem-per-cpu=1G", "--mem-per-cpu=1G alone"),
+        ({"cpus_per_task": 4}, "--cpus-per-gpu=4", "--cpus-per-gpu=4 alone"),
         ({"time": "60"}, "--time=30", "--time 30"),
         ({}, "--network=", "without the equals sign"),
         ({}, "--no-req", "--max-requeues 0"),
