@@ -338,10 +338,12 @@ def _deletes_below_missing(text: str) -> bool:
     """Return whether bash code, `text`, is an ``if [ ! -d FOLDER ]`` that deletes nothing but what
     is below this folder, which is not there before."""
     folder = re.match(r"if\s+\[\[?\s+!\s+-[de]\s+[\"']?([^\s\"']+)[\"']?\s+\]", text)
-    commands = map(syntax.source, syntax.commands_of(syntax.parse(text)) if folder else ())
+    if folder is None:
+        return False
+    commands = map(syntax.source, syntax.commands_of(syntax.parse(text)))
     deleted = [word for c in commands if c.startswith("rm ") for word in c.split()[1:]]
     paths = [word.strip("\"'") for word in deleted if word[:1] != "-"]
-    return bool(folder and paths) and all(path.startswith(f"{folder[1]}/") for path in paths)
+    return bool(paths) and all(path.startswith(f"{folder[1]}/") for path in paths)
 
 
 def _only_tidies(text: str) -> bool:
