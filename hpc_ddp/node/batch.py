@@ -49,8 +49,6 @@ ASK_LEAST_S, ASK_MOST_S = 5.0, 3600.0  # also without a limit: an operator may s
 SAME_S = 3.0  # how far two answers about the same end may lie apart: Slurm counts whole seconds
 TEARDOWN_S = 300.0  # what a user's lines after the training may take
 
-# --- before the step -----------------------------------------------------------------------
-
 
 def queue_next(environ: dict[str, str]) -> None:
     """Queue a chain's next job early: before this job's set-up lines. `begin` cancels the queued
@@ -192,9 +190,6 @@ def _own_job(environ: dict[str, str]) -> JobRef:
     return JobRef(environ["SLURM_JOB_ID"], environ.get("SLURM_CLUSTER_NAME", ""))
 
 
-# --- while the step runs -------------------------------------------------------------------
-
-
 def give_warning(environ: dict[str, str]) -> None:
     """Write the attempt's notice, for the supervisors of all nodes, after Slurm's warning signal.
 
@@ -300,9 +295,6 @@ def _end_time(environ: dict[str, str]) -> float:
     return AttemptEnv.from_env(environ).end_time or math.inf
 
 
-# --- after the step ------------------------------------------------------------------------
-
-
 def give_verdict(environ: dict[str, str]) -> int:
     """Decide how the run continues after an attempt, journal and print the verdict, carry it out
     (`requeue.carry_out_verdict`), and send the user's messages about it; delete the file of the
@@ -342,7 +334,7 @@ def main(argv: list[str]) -> int:
     with the code of ``begin`` or ``verdict`` that is not 0: `requeue.prepare_failed_end` keeps
     Slurm from holding or requeueing such a job, if need be by another exit code."""
     environ = dict(os.environ)
-    code = int(argv[1]) if argv[:1] == ["failed"] else _call(argv, environ)
+    code = int(argv[1]) if argv[:1] == ["failed"] and argv[1] != "0" else _call(argv, environ)
     if code and argv[:1] in (["begin"], ["verdict"], ["failed"]):
         return requeue.prepare_failed_end(environ, code)
     return code
@@ -357,15 +349,19 @@ def _live_as_batch_shell() -> None:
 def _call(argv: list[str], environ: dict[str, str]) -> int:
     """Run the command of the batch script that `argv` names; return its exit code: that of the
     verdict for ``verdict``, 2 for an unknown name, else 0. An HpcDdpError, an OSError and the
-    error of a damaged file are printed; the code is the error's own, or `CAN_GO_ON`.
+    error of a damaged file are printed; the code is the error's own, or `CAN_GO_ON`. After ``failed
+    0``, set-up lines that have ended the job on purpose, a chain's next job is cancelled.
 
-    Some commands print an answer for the batch shell: ``begin`` bash lines (``exit 0`` where there
-    is nothing to do), ``teardown-time`` and ``next-port`` a number. ``warned`` and ``watch`` ignore
-    SIGTERM, and end with the batch shell."""
+    ``begin`` prints bash lines for the batch shell (``exit 0`` where there is nothing to do),
+    ``teardown-time`` and ``next-port`` a number. ``warned`` and ``watch`` ignore SIGTERM, and end
+    with the batch shell."""
     try:
         match argv:
             case ["queue-next"]:
                 queue_next(environ)
+            case ["failed", "0"]:
+                say("a set-up line has ended the job, with code 0: nothing was started")
+                chain.cancel_next_early(run_of_job(environ), environ)
             case ["begin"]:
                 values = begin(environ)
                 answer("exit 0" if values is None else export_lines(values))

@@ -255,6 +255,22 @@ def test_a_link_queues_the_next_one_before_its_set_up(controller: Slurm, run: Ru
     assert len(controller.calls("sbatch")) == 1
 
 
+def test_a_set_up_line_that_ends_the_job_ends_the_chain(
+    controller: Slurm,
+    run: RunFolder,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    write_spec(run, nodes=2, continue_by="resubmit")
+    controller.answer("sbatch", "8\n")
+    batch.queue_next(job_environ(run))
+    for name, text in job_environ(run).items():
+        monkeypatch.setenv(name, text)
+    assert batch.main(["failed", "0"]) == 0
+    assert (read_json(run.early_links), controller.calls("scancel")) == ({}, [["8"]])
+    assert "a set-up line has ended the job, with code 0" in "".join(capsys.readouterr())
+
+
 def test_a_cancelled_or_finished_run_queues_no_link(controller: Slurm, run: RunFolder) -> None:
     write_spec(run, nodes=2, continue_by="resubmit")
     write_json(run.early_links, {"6": "7"})
