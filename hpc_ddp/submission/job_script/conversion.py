@@ -59,7 +59,7 @@ ATTEMPTED = (
     ' || [ -e "$HPC_DDP_RUN/task-${SLURM_ARRAY_TASK_ID-}/logs/attempt-0" ]'
 )
 # A job submits itself: by its name, or, behind another one, by a variable.
-_REQUEUES = (
+REQUEUES = (
     r"scontrol\s+requeue|\bsbatch\s[^\n;]*(\$\{?0|BASH_SOURCE"
     r"|(--dependency|-d)\b[^\n;]*\s[\"']?\$\{?(?!SLURM_JOB_?ID)\w)"
 )
@@ -95,22 +95,23 @@ TextAt = tuple[str, int]  # a text, and the line of the script that it comes fro
 # What can't be taken over, and what hpc-ddp does itself: pattern, place, and reason.
 Rules = tuple[tuple[str, tuple[bool, ...], str], ...]
 REFUSED: Rules = (
-    (rf"(?!.*({_REQUEUES}))(?!{PRINTS_ON_ERROR}\s*(\n|$)|{_PRINTS_ON_SIGNAL})"
+    (rf"(?!.*({REQUEUES}))(?!{PRINTS_ON_ERROR}\s*(\n|$)|{_PRINTS_ON_SIGNAL})"
      rf"(?!{ON_EXIT.pattern})trap\s", _AROUND,
      "a trap: notices reach the workers; clean-up: teardown = […]"),
-    (r".*(=[\"']?(<[^<>\n|&;()]+>|your[-_]\w+)|\s'<[A-Za-z][\w .-]*>'(?m:\s*(#|$)))",
+    (r".*(=[\"']?(<[^<>\n|&;()]+>|your[-_]\w+)|\s'<[A-Za-z][\w .-]*>'(?m:\s*(#|$)))"
+     r"|'<[A-Za-z][\w .-]*>'|(source|\.|cd|conda|module|ml|mkdir)\s[^\n<]*<[A-Za-z][\w .-]*>",
      _AROUND,
      "a placeholder: write your own"),
-    (rf"(?!.*({_REQUEUES})).*\b(pkill|killall|scancel)\s|kill\s", _AROUND,
+    (rf"(?!.*({REQUEUES})).*\b(pkill|killall|scancel)\s|kill\s", _AROUND,
      "it ends something: setup or teardown, if needed"),
-    (rf"(?!.*({_REQUEUES})).*(\brm\s+(-\w*r\w*\b|(-\w+\s+)*(?=[^\n;&|]*\*))(?!{_TEMPORARY}))",
+    (rf"(?!.*({REQUEUES})).*(\brm\s+(-\w*r\w*\b|(-\w+\s+)*(?=[^\n;&|]*\*))(?!{_TEMPORARY}))",
      _AROUND, DELETES),
     (r"(?!echo|printf).*\bsrun\s([^\"']*\s:\s|.*--(het|pack)-group)", _AROUND,
      f"{NO_COMPONENTS}: submit each component as a job of its own"),
-    (rf"(?!.*({_REQUEUES})).*\bsbatch\s", _AROUND,
+    (rf"(?!.*({REQUEUES})).*\bsbatch\s", _AROUND,
      "it submits another job: sbatch --dependency=afterok:ID … behind hpc-ddp submit"),
     (r".*\b(ssh|pdsh|clush)\s", _AROUND, "it runs something on other hosts: node-setup, if needed"),
-    (rf"(?!.*({_REQUEUES}))(?!exit\b|wait\b|\w+\+?=\(?\"?\$!\"?\)?$).*(\$[?!]|\bwait \$"
+    (rf"(?!.*({REQUEUES}))(?!exit\b|wait\b|\w+\+?=\(?\"?\$!\"?\)?$).*(\$[?!]|\bwait \$"
      "|PIPESTATUS)", _AFTER,
      "it asks how the launch ended: hpc-ddp decides by that; see its verdict"),
     (r"(?!\w+=|(echo|printf|log|which|pip3?|module)\b).*(\b(torchrun\S*|deepspeed|accelerate\s+launch)"
@@ -123,7 +124,7 @@ REFUSED: Rules = (
     (r"--?[A-Za-z]", _AROUND, "an option is no command: what ends the command before it?"),
 )  # fmt: skip
 DECIDED: Rules = (
-    (f".*({_REQUEUES})", _AROUND, "the job is requeued until it has finished"),
+    (f".*({REQUEUES})", _AROUND, "the job is requeued until it has finished"),
     (r"(wait|exit)\b", _AROUND, "hpc-ddp waits for the workers, and ends the job"),
     (
         r"for\s+\w+\s+in\s[^;\n]*(;|\n)\s*do\s+wait\s[^;\n]*(;|\n)\s*done$",
@@ -135,6 +136,7 @@ DECIDED: Rules = (
 )
 _ADDRESS = "MASTER_ADDR"  # of the first node: a worker has it, whatever line would set it
 # Settings that the batch script fills in, before a task has variables of its own.
+_OF_A_NODE = {"SLURMD_NODENAME", "HOSTNAME"}
 _OF_THE_STEP = ("image", "container", "container-options", "srun", "mpirun", "python")
 
 
@@ -259,7 +261,8 @@ class ArgumentWriter:
             is_of_hpc_ddp(name) and name in self.assigned - self.result.unknown.keys()
             for name in word.names
         )
-        # In a worker $NAME would be hpc-ddp's value.
+        has_own_value |= bool({*word.names} & _OF_A_NODE)
+        # In a worker $NAME would be hpc-ddp's value, or that of another node.
         if word.stays_one_word and not (is_of_batch and has_own_value):
             return self.write_single_word(word, at)
         self.count += 1
@@ -289,7 +292,9 @@ class ArgumentWriter:
         if key in _OF_THE_STEP and (names := {*word.names} & of_task):
             lacking.append(f"{min(names)}, which each task sets")
         is_token = key == "args" and _TOKEN.fullmatch(word.text)
-        if re.fullmatch(r"<.*>|(--[\w-]+=)?your[-_]\w+", word.text) and not is_token:
+        holds_placeholder = key != "args" and re.search(r"<[A-Za-z][\w .-]*>", word.text)
+        is_placeholder = re.fullmatch(r"<.*>|(--[\w-]+=)?your[-_]\w+", word.text)
+        if (is_placeholder and not is_token) or holds_placeholder:
             lacking.append("a value of yours")
         if lacking:
             text = f"{option} {word.text}: it needs {lacking[0]}: write it into {key}"

@@ -54,6 +54,7 @@ _OF_JOB = re.compile(r"\bSLURM_(JOB_?ID|ARRAY_JOB_ID)\b")
 _SETS_IFS = re.compile(r"IFS=(\S*|\$?'[^']*'|\"[^\"]*\")")
 _CHANGES_CODE = re.compile(r"\bgit\s+(?:-C\s+\S+\s+)?(?:pull|checkout|reset|switch)\b")
 # Random numbers, the shell's process id ($$), times and the like.
+_OLD_PYTHON = re.compile(r"(?i:\bpython[\w-]*)[/-](2\.\d|3\.\d(?!\d))[\w.-]*")
 # A point in time, NAME [1], of which a later line makes a duration.
 _TIME = re.compile(r"(?:export\s+)?(\w+)=[\"`$(]*date \+[\"']?%s(?:\.%N)?[\"')`]*")
 _DRAWN = re.compile(r"\$\{?S?RANDOM\b|\$\{?\$|[(`]\s*(date|mktemp|uuidgen)\b")
@@ -138,6 +139,8 @@ def _note_values(result: Conversion, numbers: Mapping[str, int]) -> None:
         time = _TIME.fullmatch(text)
         if time and not re.search(rf"\$\{{?{time[1]}\b", of_names):
             continue
+        if old := _OLD_PYTHON.search(text):
+            result.note(line, f"{old[0]}: hpc-ddp needs Python 3.10 or later in the job")
         if re.search(r"\b(cp|cat|source|\.)\s[^;&|]*\$\{?0\b", text):
             result.note(line, "$0 is the batch script of hpc-ddp there, and not the script itself")
         if changes := _CHANGES_CODE.search(text):

@@ -32,6 +32,7 @@ _OWN_KEYS = {key for key, o in OPTIONS.items() if o.is_sbatch} - {"nodes"}
 _PLACEHOLDER = re.compile(
     r"<.*|\{[^\"]*|x{3,}|your[-_ ]?\w*|(my|some)?[-_]?(partition|account)[-_]?(name)?"
     r"|\[[a-z_ ]+\]|todo|changeme.*|.*\bxxx\b.*", re.I)  # fmt: skip
+_WITHIN = re.compile(r"<[A-Za-z][\w .-]*>")  # as in afterok:<ID>
 # Options, as regular expressions, that hpc-ddp decides itself, and the reasons.
 _DECIDED = {
     "requeue": "a job is requeued until it has finished",
@@ -107,6 +108,8 @@ def read_directives(text: str) -> Directives:
     for number, line in enumerate(text.splitlines(), 1):
         if BURST_BUFFER.match(line):
             result.marks[number] = LOST, "of a burst buffer: your own template may have it"
+        if re.match(r"#[A-RT-Z]?BATCH\s+-", line) and not has_begun:
+            result.marks[number] = LOST, "no directive of sbatch: is #SBATCH meant?"
         if not line.startswith("#SBATCH"):
             has_begun = has_begun or line.strip()[:1] not in ("", "#")
             continue
@@ -174,7 +177,8 @@ def take_directives(directives: Directives, result: Conversion, file: str = "") 
         group, reason = _group_of(name, operand)
         pairs = _exported_variables(operand) if name == "export" else []
         # Mere names of jobs, as my_job, look like placeholders.
-        if _PLACEHOLDER.fullmatch(operand) and (name != "job-name" or operand[0] in "<{"):
+        is_placeholder = _PLACEHOLDER.fullmatch(operand) or _WITHIN.search(operand)
+        if is_placeholder and (name != "job-name" or operand[0] in "<{"):
             group, reason = LOST, f"{text} is a placeholder: --{name} with yours"
         elif not (operand or FLAGS.fullmatch(name) or name in ("wait", "export")):
             is_idle = name in ("exclude", "comment", "dependency")
@@ -214,6 +218,8 @@ def _take_option(name: str, operand: str, line: int, result: Conversion, file: s
         result.values[name] = operand.partition(":")[2] or operand, line
         if operand.startswith("B:"):
             result.note(line, f"{text}: here the notice reaches the workers, and not bash alone")
+    elif name == "time-min" and "time" not in result.values:  # of the partition's limit
+        result.note(line, f"{text}: without a --time the longest time is not known: time = …")
     elif name == "no-requeue":
         result.values["max-requeues"] = 0, line
     else:
@@ -238,7 +244,29 @@ def take_tasks(directives: Directives, result: Conversion, texts: Sequence[str])
         result.values["array"] = operand, line
         result.mark(line, line, TAKEN, f"--array={operand}")
         note = "its tasks read SLURM_ARRAY_TASK_…: a run for each; of a mere chain drop array"
+    else:
+        _replace_array_id(result, line)
     result.note(line, note)
+
+
+def _replace_array_id(result: Conversion, line: int) -> None:
+    """Write the run's name, of which all jobs of a chain have the same, in place of the id of the
+    array that has become the chain: into arguments and set-up lines of `result`, with a set-up line
+    that sets it, and a note on the array's `line`."""
+    array_id = re.compile(r"\$(SLURM_ARRAY_JOB_ID\b|\{SLURM_ARRAY_JOB_ID\})")
+    count = 0
+    for key in {"args", "setup", "node-setup", "worker-setup", "teardown"} & result.lists.keys():
+        replaced = [(array_id.subn("${RUN_NAME}", text), at) for text, at in result.lists[key]]
+        count += sum(number for (_, number), _ in replaced)
+        result.lists[key] = [(text, at) for (text, _), at in replaced]
+    if count:
+        result.lists.setdefault("setup", []).insert(
+            0, ('export RUN_NAME="${HPC_DDP_RUN##*/}"', line)
+        )
+        result.append("expand", "RUN_NAME", line)
+        result.note(
+            line, "$SLURM_ARRAY_JOB_ID is $RUN_NAME here, the run's name in all of its jobs"
+        )
 
 
 def _exported_variables(operand: str) -> list[tuple[str, str | None]]:

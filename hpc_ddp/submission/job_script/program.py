@@ -36,7 +36,7 @@ from hpc_ddp.submission.job_script.statements.statement import Statement
 # Lines that bring a Python, or another PATH: modules of compilers and libraries alone do not.
 _BRINGS_PYTHON = re.compile(
     r"(?:^|[;&\s])(?:(?:source|\.|conda|spack|eval)\s|(?:export\s+)?PATH=|(?:module|ml)\s+(?!purge|reset"
-    r"|restore|list|use|unload|(?:(?:load|add|(?:cuda|gcc|gnu|nvhpc|nccl|cudnn|rocm|openmpi|ucx|craype"
+    r"|restore|list|use|unload|(?:(?:load|add|(?i:cuda|gcc|gnu|nvhpc|nccl|cudnn|rocm|openmpi|ucx|craype"
     r"|aws-ofi|cmake|git)[^\s;&]*)(?:\s+|$))+$))",
     re.M,
 )
@@ -78,18 +78,20 @@ def take_launch(
     _take_arguments(launch, writer)
     _take_settings(launch, writer)
     _take_variables(launch, writer)
-    if gpus and not launch.step:
+    if not launch.step:
         note_devices(result, gpus)
-    _take_unset(statement, launch, result)
-    if launch.step and not statement.in_task and not launch.in_loop:
+    elif not statement.in_task and not launch.in_loop:
         note_task_numbers(launch, result)
+    _take_unset(statement, launch, result)
     _take_marks(launch, result)
     if config := launch.options.get("config-file", (None, 0))[0]:
         take_yaml(launch, config, writer, cwd)
+    elif launch.kind == "accelerate":
+        result.note(launch.line, "accelerate's default_config.yaml is not read: --config_file FILE")
     take_defaults(launch, writer)
     take_sizes(launch, result, directives, numbers, gpus)
-    if not statement.launch:
-        result.values.pop("nproc-per-node", None)  # the launch would say it
+    if not statement.launch:  # which would say it
+        result.values.pop("nproc-per-node", None)
     if "container-image" in directives.options:
         _move_into_container(launch, result, directives.line("container-image"))
 
@@ -352,8 +354,8 @@ def _take_python(launch: Launch, result: Conversion, has_environment: bool) -> N
     brings = "PATH" in result.env or any(map(_BRINGS_PYTHON.search, lists.values()))
     without = {"image", "container"} | (set() if launch.kind else {"no-python"})
     is_in_image = bool(launch.settings.keys() & without)
-    brings |= bool(re.fullmatch(r"python3\.\d+", python[0].text))
-    is_brought = brings and not is_in_image and launch.program
+    is_version = re.fullmatch(r"python3\.\d+", python[0].text)
+    is_brought = (is_version or (brings and not is_in_image)) and launch.program
     if is_brought or has_environment or re.search("[/$]", python[0].text):
         path = literal(fill_in_home(python[0].text), python[0].line)
         launch.settings["python"] = [python[0] if "$" in path.text else path]

@@ -21,7 +21,8 @@ _TOKEN = (
 )
 _SCHEME = r"(?i:bearer|basic)\s+"  # of a header Authorization
 _FORM = re.compile(
-    rf"{_TOKEN}|wandb\s+login\s+(?:--\w+ )*\w{{16,}}|{URL_WITH_PASSWORD}"
+    rf"{_TOKEN}|\b[0-9a-f]{{40}}\b[^\n;]*\|\s*wandb\s+login|wandb\s+login[^\n;]*<<<\s*[\"']?\w{{16,}}"
+    rf"|wandb[\s.]+login[\s(]+(?:--\w+[ =])*(?:key=)?[\"']?\w{{16,}}|{URL_WITH_PASSWORD}"
     # As in a command, a header, YAML, JSON, and ~/.netrc.
     rf"|(?P<name>\b\w*{_NAME}(?:=|[\"']?:\s*)|-[\w-]*{_NAME}(?:=|\s+)"
     rf"|\blogin\s+\S+\s+password\s+)[\"']?(?:{_SCHEME})?(?!{_PLAIN}|{_SCHEME})"

@@ -158,10 +158,16 @@ def _take_cpus(
     node (``cpus-per-node``). Where the directives have no number, put the launch's number of a
     task, or without that 1 for each of several tasks that become one.
 
-    The launch's line is marked as lost where both have a number, and they differ, and where it has
-    one beside the job's ``--cpus-per-gpu``. `numbers` are as
+    Beside the job's ``--cpus-per-gpu`` nothing is put there. The launch's line is marked as lost
+    where it has a number beside that, or another one than the directives. `numbers` are as
     from `read_sizes`.
     """
+    if "cpus-per-gpu" in directives.options:  # sbatch refuses both
+        if launch.cpus:
+            text = f"srun --cpus-per-task={launch.cpus} beside --cpus-per-gpu of the job"
+            reason = f"{text}: cpus-per-task = N, without the other"
+            result.mark(launch.line, launch.line, LOST, reason)
+        return
     tasks = tasks_of_node(numbers) if launch.kind or not launch.step else 1  # that become one
     default = 1 if tasks > 1 and launch.cpus is None else 0  # of Slurm, for each task
     cpus = directives.number("cpus-per-task") or default
@@ -172,9 +178,6 @@ def _take_cpus(
         if launch.cpus not in (None, cpus):
             text = f"srun --cpus-per-task={launch.cpus} beside {cpus} of the job: cpus-per-task = N"
             result.mark(launch.line, launch.line, LOST, text)
-    elif launch.cpus and "cpus-per-gpu" in directives.options:  # sbatch refuses both
-        text = f"srun --cpus-per-task={launch.cpus} beside --cpus-per-gpu of the job"
-        result.mark(launch.line, launch.line, LOST, f"{text}: cpus-per-task = N, without the other")
     elif launch.cpus:
         result.values["cpus-per-task"] = launch.cpus, launch.line
 
@@ -285,7 +288,7 @@ def note_devices(result: Conversion, gpus: int) -> None:
     lines += [(f"{name}={text}", n) for text, n in [result.env[name]]] if name in result.env else []
     every = rf"{name}=[\"']?{','.join(map(str, range(gpus)))}[\"']?$"
     for text, line in lines:
-        if not re.search(every, text):
+        if gpus and not re.search(every, text):
             reason = "srun shows each task the job's own GPUs, whatever the batch script exports"
             result.note(line, f"{name}: {reason}: worker-setup, if it is meant")
 

@@ -26,6 +26,7 @@ _OF_FILE = re.compile(r"(chmod|rm|echo|printf)\b")
 _OF_ITSELF = re.compile(r"\$0\b|\$\{0|BASH_SOURCE")
 # All that bash replaces in an unquoted here-document: an escaped character, [1], variables,
 # arguments, and the beginning of other code.
+_OF_A_PRINT = re.compile(r"\$\((date|hostname|whoami|pwd)\b[^()]*\)")
 _EXPANDED = re.compile(r"\\([$`\\])|\$(?:\d|\w+|[@*#]|\{[^{}]*\})|`|\$\(")
 
 
@@ -274,7 +275,11 @@ def _expand(text: str, scope: Scope, assigned: Set[str], of_job: set[str]) -> st
         if match[1]:  # an escaped character
             return match[1]
         if match[0] in ("`", "$("):
-            unknown.append(match[0])
+            # The day, or the machine, of a print matters little.
+            is_print = re.match(r"\s*(echo|printf)\b", text) and _OF_A_PRINT.match(
+                text, match.start()
+            )
+            unknown.extend([] if is_print else [match[0]])
             return match[0]
         assignment = syntax.parse(f'X="{match[0]}"').named_children[0]
         word = scope.word(assignment.child_by_field_name("value"))

@@ -9,14 +9,14 @@ from hpc_ddp.submission.job_script.bash.syntax import Node, commands_of, descend
 
 # What is added to a text in double quotes: no operator of the shell, but within ``$(…)``.
 _ADDED_TEXT = r"(?:\\[\s\S]|\$\((?:[^()]|\([^()]*\))*\)|(?!\$\()[^\"\\;&|<>])*"
-_REPORTING = {"echo", "printf", "date", "exit", "return", "true", ":", "test", "wait"}
+REPORTING = {"echo", "printf", "date", "exit", "return", "true", ":", "test", "wait"}
 # Commands that may set variables whose names are among their words.
 _SETTERS = ("read", "mapfile", "readarray", "printf", "let", "getopts", "declare")
 
 
 def only_reports(node: Node, commands: Set[str] = frozenset()) -> bool:
     """Return whether a block, with all its branches, only prints or ends the script. It must have
-    commands, all in `_REPORTING` or `commands`, and may neither write a file, set a variable nor
+    commands, all in `REPORTING` or `commands`, and may neither write a file, set a variable nor
     run others by ``$(…)``, except ``$(date)`` and ``$(hostname)``. A comment only reports, too."""
     kinds = {inner.type for inner in descend(node)}
     names = {source(command.child_by_field_name("name")) for command in commands_of(node)}
@@ -26,7 +26,7 @@ def only_reports(node: Node, commands: Set[str] = frozenset()) -> bool:
     writes = any(not re.fullmatch(r"\d?>>?&?\s*(\d|/dev/(null|stderr|stdout))", f) for f in files)
     does_more = runs_others or writes or kinds & setters
     is_empty = not names and node.type != "comment"
-    return names <= _REPORTING | commands and not (is_empty or does_more)
+    return names <= REPORTING | commands and not (is_empty or does_more)
 
 
 def is_last(node: Node) -> bool:
@@ -55,7 +55,7 @@ def names_set_in(node: Node) -> set[str]:
         if kind in ("variable_assignment", "for_statement"):
             names.add(re.split(r"\W", words[0])[0])  # A of A[1]
         elif kind == "unset_command" or _sets_by_words(inner):
-            names |= {re.split(r"\W", word)[0] for word in words if word != "printf"}
+            names |= {re.split(r"\W", word.strip("\"'"))[0] for word in words if word != "printf"}
         elif kind.endswith("_expression") and re.search(r"[^=!<>]=[^=]|\+\+|--", source(inner)):
             names |= {*words[:1]}  # N of ((N=1)), ((N+=1)) and ((N++))
     return {name for name in names if re.fullmatch(r"[A-Za-z_]\w*", name)}

@@ -14,7 +14,7 @@ Node = Any  # a tree_sitter.Node: the package is optional
 Span = tuple[int, int]  # the first byte, and the one behind the last
 # Also of an option; but not a redirection, which has a word behind it: sort <a> b.
 _PLACEHOLDER = re.compile(
-    rb"(?m)(?<!\S)<[A-Za-z][\w .-]*>(?=[ \t]*(?:$|#|\\\n|<[A-Za-z]))"
+    rb"(?m)(?<!\S)<[A-Za-z][\w .-]*>(?=[ \t]*(?:$|#|\\\n|<[A-Za-z])|[ \t]+-|[:/]\S)"
     rb"|(?<==)<[A-Za-z][\w .-]*>(?=\s|$)"
 )
 _ARGUMENTS = re.compile(r"(?<!\\)\$(?:[1-9@*#]|\{(?:[1-9@*](?!:?-)[^}]*|#)\})")
@@ -137,6 +137,13 @@ def _edits_at(node: Node, code: bytes) -> dict[Span, bytes]:
     if node.parent.type not in _IN_TEXT:
         for escaped in re.compile(rb"\\([\t -&(-~])").finditer(code, node.end_byte, end):
             edits[escaped.span()] = b"'%b'" % escaped[1]
+    # a.out > log b becomes a.out b > log: tree-sitter takes b for a second file.
+    words = [child for child in node.named_children if child.type != "file_descriptor"]
+    has_document = node.parent and b"<<" in node.parent.text  # whose lines stay where they are
+    if node.type == "file_redirect" and len(words) > 1 and not has_document:
+        redirect = code[node.start_byte : words[1].start_byte]
+        edits[node.start_byte, words[1].start_byte] = b"\\\n" * redirect.count(b"\\\n")
+        edits[node.end_byte, node.end_byte] = b" " + redirect.replace(b"\\\n", b" ").rstrip()
     # $NAME with a line's end behind it, which the parser takes for a part of NAME, becomes ${NAME}.
     is_of_expansion = node.type == "variable_name" and node.parent.type == "simple_expansion"
     variable = re.match(rb"(\w+)(?:\\\n)+$", node.text) if is_of_expansion else None

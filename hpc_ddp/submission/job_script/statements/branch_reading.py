@@ -28,6 +28,7 @@ from hpc_ddp.submission.job_script.statements.branches import (
 )
 from hpc_ddp.submission.job_script.statements.open_commands import replaces_launch
 from hpc_ddp.submission.job_script.statements.reading import Reading
+from hpc_ddp.submission.job_script.statements.requeues import only_reports_or_requeues
 from hpc_ddp.submission.job_script.statements.statement import Statement
 
 CHOOSES = "a condition that only the job knows chooses a launch"
@@ -44,7 +45,11 @@ class BranchReading(Reading):
         """
         has_launch, branches = self._has_launch(node), list(branches_of(node))
         condition, *bodies = node.named_children
-        if has_launch and all(map(blocks.only_reports, bodies)) and self._has_launch(condition):
+        if (
+            has_launch
+            and all(map(only_reports_or_requeues, bodies))
+            and self._has_launch(condition)
+        ):
             self._resolve(node, VERDICT, OURS)
             is_negated = condition.type == "negated_command"
             self._read_node(condition.named_children[-1] if is_negated else condition)

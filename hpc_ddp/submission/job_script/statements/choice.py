@@ -48,6 +48,9 @@ def choose_launch(reader: Reader, result: Conversion) -> tuple[Launch | None, in
         lost = (i for i, s in enumerate(statements) if "launch" in s.lost)
         return None, next(lost, len(statements))
     at, chosen, training = _set_others_aside(launches, nodes)
+    for statement in (s for _, s, launch in launches if s.launch is None and _trains(launch)):
+        reason = "it may be a training of its own, and runs before each attempt"
+        result.note(statement.lines[0], f"{reason}: submit it as a job of its own")
     if training.in_loop and training.kind == "torchrun" and not _MEETS & training.options.keys():
         chosen.lost = "a training of its own on each node: hpc-ddp sweep, or a job for each"
         return None, at

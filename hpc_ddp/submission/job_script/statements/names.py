@@ -16,8 +16,9 @@ from hpc_ddp.submission.job_script.statements.statement import Statement
 
 # Variables of bash itself, of hpc-ddp, and those that modules and Conda set.
 _OF_BASH = re.compile(
-    r"PWD|OLDPWD|RANDOM|SECONDS|E?UID|BASH|FUNCNAME|LINENO|IFS|PIPESTATUS|OPT|REPLY|SHELL|LANG|LC_"
-    r"|EPOCH|ARGUMENTS_|VALUE_|CUDA|CONDA|ROCM|EBROOT|EBVERSION|HPC_DDP"
+    r"(PWD|OLDPWD|S?RANDOM|SECONDS|E?UID|BASH|FUNCNAME|LINENO|IFS|PIPESTATUS|OPT(ARG|IND|ERR)|REPLY|SHELL"
+    r"|LANG|EPOCH(REAL)?SECONDS|CUDA_(HOME|PATH|ROOT|DIR)|ROCM_(HOME|PATH))$"
+    r"|BASH_|LC_|ARGUMENTS_|VALUE_|CONDA_|EBROOT|EBVERSION|HPC_DDP"
     r"|((LD_)?(LIBRARY|RUN)_|(CPLUS_|C_)?INCLUDE_|CMAKE_PREFIX_|PKG_CONFIG_|PYTHON|MAN|C|MODULE)?PATH$"
 )
 _OF_LINES = {"setup", "node-setup", "worker-setup", "teardown"}  # settings of bash

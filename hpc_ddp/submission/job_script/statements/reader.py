@@ -15,6 +15,7 @@ from hpc_ddp.submission.job_script.conversion import DECIDED, OURS, VERDICT, fir
 from hpc_ddp.submission.job_script.launchers.launch import Launch
 from hpc_ddp.submission.job_script.statements.branch_reading import CHOOSES, BranchReading
 from hpc_ddp.submission.job_script.statements.reading import OF_ARGUMENTS
+from hpc_ddp.submission.job_script.statements.requeues import does_more
 from hpc_ddp.submission.job_script.statements.statement import changes_folder, inner_text
 
 _ENDS = re.compile(r"exit\b[^;&|\n]*$|exec\s+[^-<>&\d\s][^;&|\n]*$")  # exec of a program
@@ -269,8 +270,9 @@ class Reader(BranchReading):
             self._read_node(last)
         elif blocks.only_reports(last, self._find_reporting_functions()):
             self._resolve(last, VERDICT, OURS)
-        elif reason := first_reason(DECIDED, source(last), is_after=True):
+        elif not does_more(source(last)) and (reason := first_reason(DECIDED, source(last), True)):
             self._resolve(last, reason, OURS)
+            self.notes.append((self._at(last)[0], reason))  # the line may be the launch's
         else:
             reason = f"`{source(last):.30}` asks how the launch ended: see hpc-ddp's verdict"
             self._add(last, lost=reason)

@@ -26,6 +26,7 @@ from hpc_ddp.submission.job_script.launchers.launch import Launch
 from hpc_ddp.submission.job_script.launchers.options import is_launcher
 from hpc_ddp.submission.job_script.secrets import looks_secret
 from hpc_ddp.submission.job_script.statements.reader import Reader
+from hpc_ddp.submission.job_script.statements.requeues import separate_requeue
 from hpc_ddp.submission.job_script.statements.statement import Statement, with_functions
 
 # A line that starts a step, though not in a text that it prints or assigns.
@@ -114,6 +115,7 @@ class Refusals:
         processes = {s.name: i for i, s in enumerate(self._statements) if _STARTED.search(s.text)}
         started = {name for name, index in processes.items() if index < self._at}
         for index, statement in enumerate(self._statements):
+            separate_requeue(statement, self.functions)
             line, names = f"line {statement.lines[0]}", {*statement.sets, statement.name} - {""}
             if statement.launch and not statement.lost:
                 is_beside |= statement.launch is self.launch and statement.text.endswith(" &")
@@ -252,7 +254,9 @@ class Refusals:
             reason = ""
         if reason == DELETES and is_after and self._only_deletes_written(text, index):
             reason = ""
-        if not (self.launch or reason) and self._may_launch(text):
+        if not (self.launch or reason) and (
+            self._may_launch(text) or self._names_launch(statement)
+        ):
             self._at = min(self._at, index)
             reason = "it may be the launch: script = …, args = […]"
         if looks_secret(text) and not statement.name:
@@ -284,6 +288,16 @@ class Refusals:
         is_array = re.fullmatch(r"(?:eval\s+)?\"?\$\{(\w+)\[@\]\}\"?.*", text, re.S)
         holds_launch = holds_launch or bool(is_array and is_array[1] in self._set)
         return holds_launch or bool(_STEP.match(text) or re.match(STARTS_PYTHON, text, re.S))
+
+    def _names_launch(self, statement: Statement) -> bool:
+        """Return whether a command that does not print has a launch or a Python program among its
+        words, with the values of variables in them: ``run_with_retry "$LAUNCH"``."""
+        texts = [self._fill_in_values(word.text) for word in statement.words]
+        is_print = PRINTS.match(statement.text) or re.match(r"(log|echo|tee)\w*\b", statement.text)
+        starts = re.compile(
+            rf"\b(torchrun|deepspeed|accelerate launch)\s.*\.py\b|{STARTS_PYTHON}", re.S
+        )
+        return not is_print and any(" " in text and starts.match(text) for text in texts)
 
     def _find_shell_reason(self, statement: Statement, training: Statement) -> str:
         """Return why a statement behind a child shell, ``( … )``, that has the `training` in it

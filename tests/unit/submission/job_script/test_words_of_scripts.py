@@ -733,7 +733,7 @@ def test_gpus_of_a_script_without_a_number_of_nodes(options: str) -> None:
             ((TRAIN, text), 4, OURS, "requeued until it has finished")
             for text in (
                 'trap \'echo "a"; sbatch "$0"\' USR1',
-                'x && sbatch "$0"',
+                'test -f x && sbatch "$0"',
                 "STEP=2 sbatch $0",
                 "/usr/bin/sbatch $0",
                 'if sbatch "$0"; then echo; fi',

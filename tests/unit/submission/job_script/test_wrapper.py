@@ -103,7 +103,7 @@ def test_an_option_that_only_the_shell_knows_is_named(tmp_path: Path) -> None:
     [
         "MODEL=x-$(date +%s)\nsbatch <<EOT\n{}EOT\n",  # the text has it
         "MODEL=a\nLR=1\nsbatch <<EOT\n{}echo \\$LR\nEOT\n",  # the job does not have it
-        "MODEL=a\nsbatch <<EOT\n{}echo $(hostname)\nEOT\n",
+        "MODEL=a\nsbatch <<EOT\n{}echo $(cat x)\nEOT\n",
         "MODEL=a\ncd work && sbatch <<EOT\n{}EOT\n",
         "MODEL=a\nA=1 sbatch <<EOT\n{}EOT\n",
         "MODEL=a\nsbatch other.sh\nsbatch <<EOT\n{}EOT\n",
