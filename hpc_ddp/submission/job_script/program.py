@@ -90,8 +90,6 @@ def take_launch(
         result.note(launch.line, "accelerate's default_config.yaml is not read: --config_file FILE")
     take_defaults(launch, writer)
     take_sizes(launch, result, directives, numbers, gpus)
-    if not statement.launch:  # which would say it
-        result.values.pop("nproc-per-node", None)
     if "container-image" in directives.options:
         _move_into_container(launch, result, directives.line("container-image"))
 

@@ -111,7 +111,7 @@ def _take_workers(
         text = f"{count} tasks on a node would each start the launcher there; hpc-ddp starts one"
         if count > 1:
             result.note(line, text)
-    if workers != (gpus or 1):
+    if workers != (gpus or 1) and launch.line:  # 0: there is no launch
         result.values["nproc-per-node"] = workers, line
 
 

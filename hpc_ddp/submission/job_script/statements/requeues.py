@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 
 from hpc_ddp.submission.job_script.bash import blocks, syntax
 from hpc_ddp.submission.job_script.bash.syntax import Node, source
@@ -24,11 +24,12 @@ _IDLE = {
 }
 
 
-def does_more(text: str) -> bool:
+def does_more(text: str, functions: Container[str] = ()) -> bool:
     """Return whether bash code, `text`, with a command that requeues the job, has one that neither
-    requeues, prints, waits, asks Slurm nor ends something. Raise as `syntax.parse`."""
+    requeues, prints, waits, asks Slurm, ends something, nor calls one of the `functions`. Raise as
+    `syntax.parse`."""
     commands = map(source, syntax.commands_of(syntax.parse(text)))
-    return any(not _is_idle(command) for command in commands)
+    return any(not (_is_idle(text) or _name_of(text) in functions) for text in commands)
 
 
 def only_reports_or_requeues(node: Node) -> bool:
@@ -49,11 +50,11 @@ def separate_requeue(statement: Statement, functions: Mapping[str, Statement]) -
         return
     inner = statement.words[1].text if statement.first == "trap" and statement.words[1:] else ""
     called = "\n".join(source(syntax.body_of(d)) for d in _definitions(text))
-    if does_more(inner) or (called and does_more(called)):
+    if does_more(inner, functions) or does_more(called, functions):
         statement.lost = (
             "it requeues the job, which hpc-ddp does, and does more: teardown, if needed"
         )
-    elif not inner and does_more(statement.text):
+    elif not inner and does_more(statement.text, functions):
         root = syntax.parse(statement.text)
         code = root.text
         for command in reversed(syntax.commands_of(root)):
@@ -70,5 +71,9 @@ def _definitions(text: str) -> list[Node]:
 
 def _is_idle(command: str) -> bool:
     """Return whether a command requeues the job, prints, waits, asks Slurm or ends something."""
-    name = re.split(r"\s", command.strip(), maxsplit=1)[0]
-    return name in _IDLE or bool(re.search(REQUEUES, command))
+    return _name_of(command) in _IDLE or bool(re.search(REQUEUES, command))
+
+
+def _name_of(command: str) -> str:
+    """Return the first word of a command."""
+    return re.split(r"\s", command.strip(), maxsplit=1)[0]
