@@ -70,7 +70,7 @@ def of_text(*lines: str) -> Conversion:
         (("N=1", 'let "N++"', "torchrun a.py --n ${N}"),
          {"setup": ["N=1", 'let "N++"', "ARGUMENTS_1=(${N})"]}),
         (("f() { echo $1; scontrol requeue $SLURM_JOB_ID; }", "trap 'f USR1' USR1", TRAIN),
-         {"setup": None}),
+         {"setup": []}),
         # Programs.
         (("python3 -m torch.distributed.run $(which fairseq-train) data",),
          {"script": "fairseq-train", "no-python": True, "args": ["data"]}),
