@@ -17,7 +17,7 @@ TAKEN, OURS, LOST = "taken over", "set by hpc-ddp itself", "not taken over"
 NO_COMPONENTS = "hpc-ddp has no heterogeneous jobs"
 # A line that starts a Python program, or a module that may train: python train.py, python -m train.
 STARTS_PYTHON = (
-    r"(?!\w+=|(echo|printf|log)\b).*\bpython[\d.]*\s+(-[A-Za-ln-z]\s+)*"
+    r"(?!\w+=(?![\w./:,-]*\s)|(echo|printf|log)\b).*\bpython[\d.]*\s+(-[A-Za-ln-z]\s+)*"
     r"([^\s-]\S*\.py\b|-m\s+(?!pip|venv|site|json)\S)"
 )
 DELETES = "it deletes something: setup or teardown, if needed"
@@ -117,6 +117,8 @@ REFUSED: Rules = (
     (r"(?!\w+=|(echo|printf|log|which|pip3?|module)\b).*(\b(torchrun\S*|deepspeed|accelerate\s+launch)"
      r"|torch\.distributed\.(run|launch))\s.*(\.py\b|\s-m\s|\$)", _AROUND,
      _TRAINS),
+    (r".*(\$\(|`)\s*((torchrun|deepspeed)\s|accelerate\s+launch\s|(srun|mpirun)\s[^)`]*\bpython[\d.]*\s"
+     r"[^)`]*\.py\b|[^)`]*\btorch\.distributed\.(run|launch)\s)", _AROUND, _TRAINS),
     (STARTS_PYTHON, _AFTER, _TRAINS),
     (r"exit\b(?!=)", _BEFORE, "here the job script ends"),
     (r"(?!echo|printf).*\bray\s+start\b", _AROUND,

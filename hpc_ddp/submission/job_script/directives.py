@@ -108,8 +108,6 @@ def read_directives(text: str) -> Directives:
     for number, line in enumerate(text.splitlines(), 1):
         if BURST_BUFFER.match(line):
             result.marks[number] = LOST, "of a burst buffer: your own template may have it"
-        if re.match(r"#[A-RT-Z]?BATCH\s+-", line) and not has_begun:
-            result.marks[number] = LOST, "no directive of sbatch: is #SBATCH meant?"
         if not line.startswith("#SBATCH"):
             has_begun = has_begun or line.strip()[:1] not in ("", "#")
             continue
@@ -180,7 +178,9 @@ def take_directives(directives: Directives, result: Conversion, file: str = "") 
         is_placeholder = _PLACEHOLDER.fullmatch(operand) or _WITHIN.search(operand)
         if is_placeholder and (name != "job-name" or operand[0] in "<{"):
             group, reason = LOST, f"{text} is a placeholder: --{name} with yours"
-        elif not (operand or FLAGS.fullmatch(name) or name in ("wait", "export")):
+        elif name in SBATCH.split() and not (
+            operand or FLAGS.fullmatch(name) or name in ("wait", "export")
+        ):
             is_idle = name in ("exclude", "comment", "dependency")
             empty = f"--{name} is empty"
             group, reason = (OURS, empty) if is_idle else (LOST, f"{empty}: --{name} with yours")
@@ -235,6 +235,8 @@ def take_tasks(directives: Directives, result: Conversion, texts: Sequence[str])
     script or its program (their `texts`) reads the index of a task. Otherwise it is a chain of
     jobs, which is one run, and no array. A note says which. Another array changes nothing."""
     operand, line = directives.options.get("array", ("", 0))
+    if not operand and any("SLURM_ARRAY_TASK_ID" in text for text in texts):
+        result.note(0, 'it reads SLURM_ARRAY_TASK_ID, and has no --array: array = "0-3", say')
     if not operand.endswith("%1"):
         return
     note = f"a chain, one run: if its tasks differ, array = {json.dumps(operand)}"

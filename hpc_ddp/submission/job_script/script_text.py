@@ -69,6 +69,10 @@ def join_lines(text: str, result: Conversion) -> str:
     """Return a script's text with lines joined as their backslashes are meant (`join_cut_lines`),
     with a note in `result` on each, and on each comment that ends a command. Raise as
     `syntax.parse`."""
+    for number, content in enumerate(text.split("\n"), 1):
+        if re.match(r"#[A-RT-Z]?BATCH\s+-", content):
+            reason = "is no directive of sbatch: is #SBATCH meant?"
+            result.note(number, f"{content.split()[0]} {reason}")
     text, cut_lines = join_cut_lines(text)
     for line in cut_lines:
         reason = "a backslash before a blank does not go on in the next line: read as it is meant"

@@ -58,7 +58,8 @@ def _take_nodes(
     """Put the number of nodes into `result`, unless it is there: from the directives, as a text
     where it is a range (``2-4``), else from the launch, else 1 with a note. `numbers` are as from
     `read_sizes`."""
-    nodes = numbers.get("SLURM_NNODES") or launch.nodes
+    of_step = 0 if launch.in_loop else launch.nodes  # a loop over the nodes has one in each step
+    nodes = numbers.get("SLURM_NNODES") or of_step
     is_range = has_range_of_nodes(directives, numbers)
     at = directives.line("nodes", "ntasks") or launch.line
     result.values.setdefault("nodes", (directives.get("nodes") if is_range else nodes or 1, at))

@@ -140,7 +140,9 @@ def _edits_at(node: Node, code: bytes) -> dict[Span, bytes]:
     # a.out > log b becomes a.out b > log: tree-sitter takes b for a second file.
     words = [child for child in node.named_children if child.type != "file_descriptor"]
     has_document = node.parent and b"<<" in node.parent.text  # whose lines stay where they are
-    if node.type == "file_redirect" and len(words) > 1 and not has_document:
+    # Without a blank between them it is one word, of which the parser has not seen a $NAME.
+    is_more = len(words) > 1 and code[words[1].start_byte - 1 : words[1].start_byte].isspace()
+    if node.type == "file_redirect" and is_more and not has_document:
         redirect = code[node.start_byte : words[1].start_byte]
         edits[node.start_byte, words[1].start_byte] = b"\\\n" * redirect.count(b"\\\n")
         edits[node.end_byte, node.end_byte] = b" " + redirect.replace(b"\\\n", b" ").rstrip()

@@ -78,8 +78,10 @@ def choose_launch(reader: Reader, result: Conversion) -> tuple[Launch | None, in
 def _set_others_aside(launches: list[Entry], nodes: int) -> Entry:
     """Return the entry of the training, by the rules of `choose_launch`, and make the other
     launches plain commands or `lost`. `nodes` is the job's number of nodes."""
-    most = max(launch.weight for _, _, launch in launches)
-    heaviest = [entry for entry in launches if entry[2].weight == most]
+    aside = [entry for entry in launches if _only_prepares(entry[2])]
+    counted = [entry for entry in launches if entry not in aside] or launches
+    most = max(launch.weight for _, _, launch in counted)
+    heaviest = [entry for entry in counted if entry[2].weight == most]
     partial = [entry for entry in heaviest if _is_partial(entry[2], nodes)]
     # A launch on the first node and others elsewhere, each with words of its own, are no training.
     is_split = any(launch.node_words for _, _, launch in partial)
@@ -95,11 +97,18 @@ def _set_others_aside(launches: list[Entry], nodes: int) -> Entry:
     for entry in launches:
         index, statement, _ = entry
         is_preparation = entry not in complete or entry in candidates[:count]
-        if index < training[0] and complete and is_preparation:
+        is_plain = index < training[0] and complete and is_preparation
+        if is_plain or (entry in aside and counted is not launches):
             _make_plain(statement, training[1])
         elif statement is not training[1]:
             statement.lost = "a second launch: a job has one; submit this one as its own job"
     return training
+
+
+def _only_prepares(launch: Launch) -> bool:
+    """Return whether a launch is that of a command or a shell script that prepares a training by
+    its name, or cleans up: ``srun bash clean.sh``."""
+    return "no-python" in launch.settings and prepares(launch)
 
 
 def _count_preparations(launches: Sequence[Launch]) -> int:

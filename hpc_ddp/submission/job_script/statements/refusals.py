@@ -36,7 +36,7 @@ _STEP = re.compile(
     re.S,
 )
 # A command whose first word is a variable's.
-_BY_VARIABLE = re.compile(r"(?:(?:eval|exec|time|nohup)\s+)*[\"']?\$\{?(\w+)")
+_BY_VARIABLE = re.compile(r"(?:(?:eval|exec|time|nohup)\s+)*[\"'`]?\$\{?(\w+)")
 # A node's address, asked for by ssh.
 _ASKS_ADDRESS = re.compile(
     r"(export\s+)?\w+=[\"']?(\$\(|`)\s*ssh\s[^|`)]*\bhostname\b[^|`)]*(\|\s*(awk|cut|head|tr|sed)\b[^|`)]*)*[)`][\"']?"

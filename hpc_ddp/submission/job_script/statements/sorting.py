@@ -360,8 +360,9 @@ class Sorter:
             return Fate(TAKEN, "env")
         is_after = index > self._at
         is_for_teardown = name in self._needed_after and not is_after
-        is_exported = statement.exported or is_for_teardown or statement.in_task
-        if is_for_teardown and isinstance(assigned, list):
+        is_array = isinstance(assigned, list) or statement.text.startswith(f"{name}[")
+        is_exported = statement.exported or (is_for_teardown and not is_array) or statement.in_task
+        if is_for_teardown and is_array:
             self.result.note(line, f"${name} is an array: teardown does not have it")
         text = f"export {statement.text}" if is_exported else statement.text
         return self._keep_as_line(statement, text, is_after)
