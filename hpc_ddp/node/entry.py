@@ -56,11 +56,7 @@ if __name__ == "__main__":
     outcome = importlib.import_module(f"hpc_ddp.node.{sys.argv[1]}").main(sys.argv[2:])
     if isinstance(outcome, int):
         sys.exit(outcome)
-    # A forked worker: its script runs here, below no frame but this one.
-    try:
-        exec(outcome.code, vars(outcome.module))
-    except SystemExit:
-        raise
-    except BaseException as error:
-        outcome.report(error)
-        raise
+    # A forked worker: its script runs here, below no frame but this one, and has this module
+    # without the names above: Python ends what the first __main__ has before other modules.
+    with outcome:
+        exec(outcome.code, outcome.fill_main())

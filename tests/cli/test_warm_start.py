@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import signal
 from collections.abc import Iterator
@@ -70,6 +71,9 @@ def test_a_forked_worker_sees_what_a_started_one_sees(tmp_path: Path) -> None:
             (name, facts[name], others[name]) for name in facts if facts[name] != others[name]
         ]
         assert not differences, differences
+    for name in ("fork", "exec"):
+        record = tmp_path / name / "out/0.json.gz"
+        assert gzip.decompress(record.read_bytes()) == b"complete"
     numbers = [number for facts in (*by_fork, *by_exec) for number in facts["random"]]
     assert len(set(numbers)) == len(numbers)
     logs = []

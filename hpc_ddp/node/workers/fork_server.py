@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING
 from hpc_ddp.core import process
 from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.job.variables import OF_A_RANK
-from hpc_ddp.node.workers.forked_script import ForkedScript
+from hpc_ddp.node.workers.forked_script import ForkedScript, is_main_kept, wipe_main_first
 from hpc_ddp.node.workers.preload import forget_rank, import_ahead
 from hpc_ddp.node.workers.script_imports import (
     WITH_TORCH,
@@ -203,6 +203,8 @@ class _Server:
             process.imports_ahead = process.ImportsAhead(began, time.time())
         gc.unfreeze()
         gc.collect()  # once, during the rendezvous, and not at the end of each worker
+        if is_main_kept():
+            atexit.register(wipe_main_first)
         gc.freeze()  # a collection would touch, and so copy, the pages that the workers share
         atexit.register(_end_collections)  # the first function registered is called last
         while True:

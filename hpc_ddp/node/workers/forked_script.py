@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import builtins
 import ctypes
+import gc
 import importlib
 import io
 import multiprocessing
@@ -10,16 +12,19 @@ import os
 import struct
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import CodeType, ModuleType, TracebackType
 from typing import Any
 
 from hpc_ddp.core.process import keep_folder_out
 
 PR_SET_MM, PR_SET_MM_MAP = 35, 14
 LIB = str(Path(__file__).parents[3])  # the folder of node.py and its package
+Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]  # an excepthook
 # Fields of /proc/self/stat (man 5 proc) for `struct prctl_mm_map`, up to the start of the stack.
 FIRST_FIELD = 3
 CODE, DATA, BREAK, STACK = (26, 27), (45, 46), 47, 28
@@ -27,20 +32,20 @@ CODE, DATA, BREAK, STACK = (26, 27), (45, 46), 47, 28
 
 @dataclass
 class ForkedScript:
-    """A script, compiled, and its module. node.py runs it at its own top level, so that tracebacks
-    have no other frame of hpc-ddp."""
+    """A script, compiled. node.py runs it at its own top level, so that tracebacks have no other
+    frame of hpc-ddp, in a ``with`` block of this object, which takes that frame away where the
+    script ends by an exception."""
 
     code: CodeType
-    module: ModuleType
 
     @classmethod
     def become(cls, command: list[str]) -> ForkedScript:
         """Change this process into the process that `command` would start (python, its options, the
         script and its arguments), and return the script, which the caller has to run.
 
-        The script gets its own ``__main__``, ``sys.argv`` and ``sys.path``; other processes see its
-        command line and environment; generators of random numbers are seeded anew. Raise OSError
-        if the script can't be read, SyntaxError or ValueError if it is no Python.
+        The script gets its own ``sys.argv`` and ``sys.path``; other processes see its command line
+        and environment; generators of random numbers are seeded anew. Raise OSError if the script
+        can't be read, SyntaxError or ValueError if it is no Python.
         """
         python, *words = command
         start = next(place for place, word in enumerate(words) if not word.startswith("-"))
@@ -58,28 +63,64 @@ class ForkedScript:
             names = vars(sys.modules["logging"])
             is_whole = isinstance(names["_startTime"], int)
             names["_startTime"] = time.time_ns() if is_whole else time.time()
-        module = ModuleType("__main__")
-        module.__file__ = os.path.abspath(script)
-        module.__loader__ = SourceFileLoader("__main__", os.path.abspath(script))
-        vars(module).update(__builtins__=sys.modules["builtins"], __cached__=None)
-        if "__annotations__" in vars(sys.modules["__main__"]):  # up to Python 3.13
-            vars(module)["__annotations__"] = {}
-        sys.modules["__main__"] = module
-        return cls(code, module)
+        return cls(code)
 
-    def report(self, error: BaseException) -> None:
-        """Have Python print an exception that has ended the script, which the caller raises again,
-        without node.py's frame: as Python, this calls ``sys.excepthook`` once, and sets
-        ``sys.last_value`` and its like before."""
-        traceback = error.__traceback__.tb_next if error.__traceback__ else None
-        hook = sys.excepthook
+    def fill_main(self) -> dict[str, Any]:
+        """Empty the module ``__main__`` of this process, give it the names that it has when the
+        script begins, and return these: its globals. Nothing of node.py may stay there, since
+        objects of the script would end with it, too late to close their files."""
+        names = vars(sys.modules["__main__"])
+        has_annotations = "__annotations__" in names  # up to Python 3.13
+        path = self.code.co_filename
+        names.clear()
+        names.update(
+            vars(ModuleType("__main__")),
+            __loader__=SourceFileLoader("__main__", path),
+            **({"__annotations__": {}} if has_annotations else {}),
+            __builtins__=builtins,
+            __file__=path,
+            __cached__=None,
+        )
+        return names
 
-        def call_hook(kind: type[BaseException], error: BaseException, _: Any) -> None:
-            """Call the script's own hook with the exception and its own frames."""
-            error.__traceback__ = sys.last_traceback = traceback
-            hook(kind, error, traceback)
+    def __enter__(self) -> None:
+        """Begin the block in which the script runs."""
 
-        sys.excepthook = call_hook
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        """Have Python print an `error` that has ended the script, if it is none that only ends the
+        process, without the frame of node.py (`_show`). Python itself calls ``sys.excepthook``
+        behind the block. Nothing here refers to the error, which keeps the script's objects."""
+        if error is not None and not isinstance(error, SystemExit):
+            sys.excepthook = partial(_show, sys.excepthook)
+
+
+def _show(hook: Hook, kind: type[BaseException], error: BaseException, _: object) -> None:
+    """Make `hook` the hook for uncaught exceptions again, and call it as Python would if node.py's
+    frame, the first of the traceback of `error`, were not there; set ``sys.last_traceback`` before.
+    Raise what the hook raises, from Python 3.11 on without the frame of this function."""
+    sys.excepthook = hook
+    traceback = error.__traceback__ and error.__traceback__.tb_next
+    error.__traceback__ = sys.last_traceback = traceback
+    try:
+        hook(kind, error, traceback)
+    except BaseException as failure:
+        failure.__traceback__ = failure.__traceback__ and failure.__traceback__.tb_next
+        raise
+
+
+def is_main_kept() -> bool:
+    """Return whether an object that is not frozen refers to the module ``__main__``, as dill's
+    modules do, besides ``sys.modules``."""
+    referrers = gc.get_referrers(sys.modules["__main__"])
+    return any(type(names) is dict and names is not sys.modules for names in referrers)
+
+
+def wipe_main_first() -> None:
+    """Have Python wipe the module ``__main__`` before all others at the exit; for a process where
+    `is_main_kept`, since else Python frees it. Python begins at the end of ``sys.modules``. A
+    script that imports gzip and then torch has gzip there before multiprocessing's name of
+    ``__main__``; a fork has it behind, and would wipe it before it can close the script's files."""
+    sys.modules["__mp_main__"] = sys.modules.pop("__mp_main__")
 
 
 def search_path(script: str) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gzip
 import json
 import logging
 import multiprocessing
@@ -74,6 +75,13 @@ def in_a_child(queue: multiprocessing.SimpleQueue[list[str]]) -> None:
     queue.put([__name__, os.path.basename(sys.argv[0])])
 
 
+def fail() -> None:
+    """End by an error that keeps a file open, whose last words come when Python closes it."""
+    record = gzip.open(f"{path}.gz", "wt")  # noqa: SIM115
+    record.write("complete")
+    raise ValueError("the end")
+
+
 if __name__ == "__main__":
     if os.environ["RANK"] == "1":
         signal.pause()  # until rank 0 has failed
@@ -91,4 +99,4 @@ if __name__ == "__main__":
         hook(kind, error, trace)  # type: ignore[arg-type]
 
     sys.excepthook = call_hook
-    raise ValueError("the end")
+    fail()
