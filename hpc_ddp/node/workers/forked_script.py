@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import struct
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -59,6 +60,9 @@ class ForkedScript:
         importlib.invalidate_caches()
         keep_folder_out()
         _seed_anew()
+        thread: Any = threading.main_thread()
+        if hasattr(thread, "_set_native_id"):  # which a fork changes, and Python does not look at
+            thread._set_native_id()
         if "logging" in sys.modules:  # of %(relativeCreated)d, from Python 3.13 on in nanoseconds
             names = vars(sys.modules["logging"])
             is_whole = isinstance(names["_startTime"], int)

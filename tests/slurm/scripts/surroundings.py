@@ -50,6 +50,7 @@ facts = {
     "seen environment": sorted(text_of("environ").split("\0")),
     "name": text_of("comm"),
     "threads": [len(os.listdir("/proc/self/task")), threading.active_count()],
+    "main thread": threading.main_thread().native_id == os.getpid(),
     "session": [os.getsid(0) == os.getpid(), os.getpgrp() == os.getpid()],
     "parent": os.getppid() == int(os.environ["HPC_DDP_AGENT_PID"]),
     "umask": os.umask(0o22),

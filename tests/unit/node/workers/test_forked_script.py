@@ -57,9 +57,10 @@ def leave(end):
         raise ValueError("the end")
 """
 SCRIPT = '''"""A script that leaves its files open."""
-import gzip, package, sys, multiprocessing
+import gzip, os, package, sys, threading, multiprocessing
 print(sorted(globals()), [globals()[name] for name in ("__doc__", "__file__", "__name__")])
 print(package.__main__ is sys.modules["__main__"], vars(package.__main__) is globals())
+print(threading.main_thread().native_id == threading.get_native_id() == os.getpid())
 note, record = package.Note("a global"), gzip.open("global.gz", "wt")
 record.write("global")
 {function}package.leave(sys.argv[1])
@@ -110,7 +111,7 @@ def test_a_forked_script_begins_and_ends_as_a_started_one(
     exception keeps; no output names node.py."""
     by_exec, by_fork = _run_both(tmp_path, SCRIPT.format(function=function), end)
     assert by_exec == by_fork
-    assert "True True\n" in by_exec[1]
+    assert "True True\nTrue\n" in by_exec[1]
     assert by_exec[1].count("the end of") == 2
     for folder in (tmp_path / "exec", tmp_path / "fork"):
         assert gzip.decompress((folder / "global.gz").read_bytes()) == b"global"
@@ -127,4 +128,4 @@ def test_the_hook_of_a_forked_script_is_called_as_by_python(tmp_path: Path, end:
         for code, text in _run_both(tmp_path, SCRIPT.format(function=""), end)
     )
     assert by_exec == by_fork
-    assert "the hook True 7\n" in by_exec[1]
+    assert "the hook True 8\n" in by_exec[1]
