@@ -25,7 +25,6 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -35,19 +34,20 @@ from hpc_ddp.core import process
 from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.job.variables import OF_A_RANK
 from hpc_ddp.node.workers.forked_script import ForkedScript, is_main_kept, wipe_main_first
+from hpc_ddp.node.workers.import_order import import_always, import_up_to_torch
+from hpc_ddp.node.workers.module_files import find_hiding_file, own_folders
 from hpc_ddp.node.workers.preload import forget_rank, import_ahead
 from hpc_ddp.node.workers.script_imports import (
-    WITH_TORCH,
     OrderError,
-    TorchVariableError,
+    ScriptImports,
     UnfitError,
-    find_hiding_file,
     imports_of,
 )
 from hpc_ddp.node.workers.worker import (
     OF_AN_MPI_TASK,
     die_with_parent,
     fill_variables,
+    heed_notice,
     prepare_worker,
     set_compile_cache,
     worker_command,
@@ -61,8 +61,6 @@ POLL_S = 0.05
 ANSWER_S = 300.0  # an import may wait without end here, for another worker, say
 # Exit codes of a process whose imports a fork would not survive, or have to come before torch's.
 UNFIT, OUT_OF_ORDER = 3, 4
-# Modules that an optimizer and DDP import when they are first used.
-ALWAYS = ("torch.distributed", "torch._dynamo", "torch.utils.data", "torch.nn.parallel")
 # Variables that torchrun and `worker.prepare_worker` set for a worker; no import depends on them.
 OF_A_WORKER = re.compile(
     rf"({OF_A_RANK}|TORCH_DISABLE_SHARE_RDZV_TCP_STORE)$|SLURM_|HPC_DDP_|(TORCH_)?NCCL_"
@@ -221,9 +219,9 @@ class _Server:
             return self._become_worker(command, environ)
 
     def _import_all(self) -> None:
-        """Import `ALWAYS`, then the modules that the script imports, while a fork tries the
-        accelerator; set `refusal` where that trial fails. This may return in a child of the process
-        that has called it; the child then serves (`_import_in_child`).
+        """Import the modules of `import_always`, then those that the script imports, while a fork
+        tries the accelerator; set `refusal` where that trial fails. This may return in a child of
+        the process that has called it; the child then serves (`_import_in_child`).
 
         Raise UnfitError where a forked worker would differ from one that is started by exec.
         """
@@ -233,58 +231,62 @@ class _Server:
             raise UnfitError("its Python was started in another way than a script's")
         os.umask(int(os.environ.get("HPC_DDP_UMASK", "22"), 8))  # a package may make its folders
         folders = own_folders(Path(self.script[0]))
-        packages = imports_of(Path(self.script[0]), folders)
-        import_ahead(ALWAYS, self.output)
+        imports = imports_of(Path(self.script[0]), folders)
+        if imports.has_torch:  # else a package may import it, which is seen in the child
+            import_always(imports, self.output)
         _check_hidden(folders)
         from hpc_ddp.node.workers.device_check import Trial
 
         trial = Trial()
-        if packages and self._import_in_child(packages, folders, trial):
+        if self._import_in_child(imports, folders, trial):
             return  # in the child, which has its `refusal`
+        import_always(imports, self.output)
         self.refusal = trial.await_failure()
 
-    def _import_in_child(self, names: Sequence[str], folders: Sequence[Path], trial: Trial) -> bool:
-        """Fork a child that imports the modules `names` (`folders` have the script's own modules),
+    def _import_in_child(
+        self, imports: ScriptImports, folders: Sequence[Path], trial: Trial
+    ) -> bool:
+        """Fork a child that makes the script's `imports` (`folders` have the script's own modules),
         and serves in place of this process; return True in the child, whose `refusal` is then the
         failure of the accelerator's `trial`.
 
         This process waits for the child's end. It returns False if a module is unfit for a fork,
         and raises UnfitError if a module has to be imported before torch; else it ends with 1."""
-        reader, writer = Pipe(duplex=False)
-        with reader, writer:
-            child = self._fork_importer(names, folders)
+        server_end, child_end = Pipe()
+        with server_end, child_end:
+            child = self._fork_importer(imports, folders, child_end)
             if not child:
-                self.refusal = reader.recv()
+                self.refusal = child_end.recv()
                 return True
-            writer.send(trial.await_failure())
+            server_end.send(trial.await_failure())
             _, status = os.waitpid(child, 0)
             code = os.waitstatus_to_exitcode(status)
             if code == OUT_OF_ORDER:
-                raise UnfitError("a package that it imports sets torch's variables, or comes first")
+                raise UnfitError(server_end.recv())
             if code != UNFIT:
                 os._exit(1)  # the child has served, and may have ended with a request unanswered
         return False
 
-    def _fork_importer(self, packages: Sequence[str], folders: Sequence[Path]) -> int:
-        """Fork a process that imports `packages`, and return its id; return 0 in that process once
-        it has imported them. An import can't be undone: if an import is unfit for a fork, or a file
-        in `folders` hides its module, the process prints the reason, and ends with the code
-        `UNFIT`; for an OrderError of a package that comes before torch in the script, and for a
-        TorchVariableError, it ends with `OUT_OF_ORDER`."""
+    def _fork_importer(
+        self, imports: ScriptImports, folders: Sequence[Path], connection: Connection
+    ) -> int:
+        """Fork a process that makes the `imports`, and return its id; return 0 in that process once
+        it has made them. An import can't be undone: if one is unfit for a fork, or a file in
+        `folders` hides its module, the process prints the reason, and ends with the code `UNFIT`;
+        for an OrderError it sends the reason over `connection`, and ends with `OUT_OF_ORDER`."""
         size = os.fstat(self.output).st_size
         if child := os.fork():
             return child
         die_with_parent()
-        is_after_torch = False  # the packages that are being imported come behind torch
         try:
-            import_ahead(list(takewhile(_is_without_torch, packages)), self.output, are_known=False)
-            is_after_torch = True
-            import_ahead(packages, self.output, are_known=False)
+            import_up_to_torch(imports, self.output)
+            import_always(imports, self.output)
+            import_ahead(imports.names, self.output, are_known=False)
             _check_hidden(folders)
         except UnfitError as error:
             os.ftruncate(self.output, size)  # the script will import them, and print it again
-            is_too_late = isinstance(error, OrderError) and not is_after_torch
-            if is_too_late or isinstance(error, TorchVariableError):
+            if isinstance(error, OrderError):
+                connection.send(str(error))
                 os._exit(OUT_OF_ORDER)
             os.write(2, f"hpc-ddp: only torch is imported once for all workers: {error}\n".encode())
             os._exit(UNFIT)
@@ -348,6 +350,7 @@ class _Server:
         os.environ.update(environ)
         start = len(worker_command(sys.executable, [])) - 2  # of the script's own: python, -u, …
         words = fill_variables(prepare_worker(command[start:]))
+        heed_notice()
         os.write(2, os.pread(self.output, os.fstat(self.output).st_size, 0))
         os.close(self.output)
         return ForkedScript.become(words)
@@ -364,26 +367,12 @@ def _end_collections() -> None:
     gc.disable()  # so Python leaves out that first collection
 
 
-def own_folders(script: Path) -> list[Path]:
-    """Return the folders in which a worker's Python looks for modules first, before those in which
-    this process looks: the script's folder, and the snapshot of the user's code."""
-    code = os.environ.get("HPC_DDP_CODE")
-    folders = [script.resolve().parent, *([Path(code)] if code else [])]
-    return list(dict.fromkeys(folders))
-
-
 def _reset_signals(ignored: Sequence[int]) -> None:
     """Set the handlers of `SIGNALS` to those that Python has after an exec: signals in `ignored`
     stay ignored, all others get the default handler."""
     for number in SIGNALS:
         default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
         signal.signal(number, signal.SIG_IGN if number in ignored else default)
-
-
-def _is_without_torch(name: str) -> bool:
-    """Return whether the module `name` is none of `WITH_TORCH`: torch and hpc_ddp, which imports
-    torch."""
-    return name.partition(".")[0] not in WITH_TORCH
 
 
 def _check_hidden(folders: Sequence[Path]) -> None:

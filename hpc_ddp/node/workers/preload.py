@@ -12,13 +12,19 @@ import random
 import re
 import signal
 import sys
+import tempfile
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, AnyStr
 
 from hpc_ddp.core.job.variables import OF_A_RANK
-from hpc_ddp.node.workers.script_imports import OrderError, TorchVariableError, UnfitError
+from hpc_ddp.node.workers.script_imports import (
+    EndedError,
+    OrderError,
+    UnfitError,
+)
 from hpc_ddp.node.workers.worker import is_of_mpi_task
 
 NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"  # `is_available` at an import starts no driver
@@ -31,41 +37,54 @@ OF_ENVIRON = ("os", "collections.abc", "_collections_abc")  # modules whose code
 DEVICE_FILES = ("/dev/nvidia", "/dev/kfd", "/dev/dri", "/dev/infiniband", "/dev/davinci")
 ENVIRONMENT = "the environment"  # a part of `_process_state`
 # Variables that torch, or a library of its, reads at its import.
-OF_TORCH = re.compile("(PY)?TORCH|OMP_|MKL_|GOMP_|CUDA|NCCL_|HIP_|HSA_|ROC|ATEN|TRITON|LD_")
+OF_TORCH = re.compile("(PY)?TORCH|OMP_|KMP_|MKL_|GOMP_|CUDA|NCCL_|HIP_|HSA_|ROC|ATEN|TRITON|LD_")
+# Set by scikit-learn and joblib, which most scripts import above torch, for libraries of their own.
+OF_SCIKIT_LEARN = ("KMP_INIT_AT_FORK", "KMP_DUPLICATE_LIB_OK")
+THREADS = "/proc/self/task"
 ENDING_S = 1.0  # of a thread that has been joined
 
 
-def import_ahead(names: Sequence[str], output: int, *, are_known: bool = True) -> None:
+def import_ahead(
+    names: Sequence[str], output: int, *, are_known: bool = True, may_be_first: bool = False
+) -> None:
     """Import the modules `names` in this process; a module that does not exist is passed over. The
     imports' output goes to the file descriptor `output`. `are_known` says that the modules are
-    torch's own, for which fewer checks are made.
+    torch's own, for which fewer checks are made; `may_be_first` that torch may have to come later,
+    and that another call follows, which then looks for devices and threads.
 
     Raise UnfitError where an import leaves something that a fork does not survive, or that a worker
     would not have from its own import: a changed `_process_state`, an open device, a thread; and
     where an import reads the rank or, unless the modules `are_known`, all variables of the
-    environment. Raise OrderError where an import fails, TorchVariableError where it changes a
-    variable that torch reads.
+    environment. The error is an OrderError where a variable has changed that torch reads, an
+    EndedError where an import fails, reads the rank, or, unless the modules `may_be_first`, all
+    variables.
     """
     gc.freeze()  # so `_generators` looks only at new objects
     before = _process_state(are_known)
-    with _redirect_output(output), _ask_nvml_alone(), _forbid_rank(are_known):
+    can_read_all = are_known or may_be_first
+    reader = _forbid_rank(are_known, can_read_all)
+    with _redirect_output(output), _ask_nvml_alone(), reader as reads:
         for name in names:
             _import_if_there(name)
     if not are_known:
         gc.collect()  # else each worker would end the objects that a package has dropped
     _check_state(before, _process_state(are_known))
-    _check_devices_and_threads()
+    if reads:
+        raise UnfitError(f"an import has read {reads[0]}")
+    if not may_be_first:
+        _check_devices_and_threads()
 
 
 def _check_state(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
     """Raise UnfitError where the parts of a process, from two calls of `_process_state`, differ;
-    TorchVariableError where a variable differs that torch reads."""
+    OrderError where a variable differs that torch reads."""
+    changed_pairs = after[ENVIRONMENT].items() ^ before[ENVIRONMENT].items()
+    names = {name for name, _ in changed_pairs} - {*OF_SCIKIT_LEARN}
+    if any(map(OF_TORCH.match, names)):
+        raise OrderError(f"an import has changed variables of torch: {', '.join(sorted(names))}")
     for title, part in after.items():
         if part != before[title]:
-            changed_pairs = part.items() ^ before[title].items() if title == ENVIRONMENT else ()
-            is_of_torch = any(OF_TORCH.match(name) for name, _ in changed_pairs)
-            kind = TorchVariableError if is_of_torch else UnfitError
-            raise kind(f"an import has changed {title}")
+            raise UnfitError(f"an import has changed {title}")
 
 
 def _check_devices_and_threads() -> None:
@@ -77,9 +96,10 @@ def _check_devices_and_threads() -> None:
     if _has_initialised_device():
         raise UnfitError("an import has initialised an accelerator")
     # Thread pools that survive a fork end their threads before it: so fork once, for nothing else.
-    if not (pid := os.fork()):
-        os._exit(0)
-    os.waitpid(pid, 0)
+    if len(os.listdir(THREADS)) > 1:
+        if not (pid := os.fork()):
+            os._exit(0)
+        os.waitpid(pid, 0)
     if (count := _count_threads()) > 1:
         raise UnfitError(f"an import has started {count - 1} threads")
 
@@ -88,7 +108,7 @@ def _count_threads() -> int:
     """Return how many threads this process has. First wait, `ENDING_S` at most, for other threads
     to end: a join returns before the kernel has removed the thread."""
     give_up = time.monotonic() + ENDING_S
-    while (count := len(os.listdir("/proc/self/task"))) > 1 and time.monotonic() < give_up:
+    while (count := len(os.listdir(THREADS))) > 1 and time.monotonic() < give_up:
         time.sleep(0.01)
     return count
 
@@ -153,9 +173,9 @@ def _process_state(are_known: bool) -> dict[str, Any]:
     modules `are_known`, also the generators of random numbers and the callbacks at the exit. Equal
     results mean that nothing has changed."""
     state: dict[str, Any] = {
+        ENVIRONMENT: {k: v for k, v in os.environ.items() if k != NVML_CHECK},
         "a signal's handler": [signal.getsignal(n) for n in sorted(signal.valid_signals())],
         "the working directory": os.getcwd(),
-        ENVIRONMENT: {k: v for k, v in os.environ.items() if k != NVML_CHECK},
         "sys.path": list(sys.path),
         "the root logger": list(logging.getLogger().handlers),
         "the open files": _open_files(),
@@ -163,7 +183,8 @@ def _process_state(are_known: bool) -> dict[str, Any]:
     if not are_known:
         # Forks would share one state of a generator, or a folder that a callback removes.
         state["the generators of random numbers"] = _generators()
-        state["the callbacks at the exit"] = atexit._ncallbacks()
+        finalizers: Any = weakref.finalize
+        state["the callbacks at the exit"] = (atexit._ncallbacks(), len(finalizers._registry))
     return state
 
 
@@ -195,9 +216,18 @@ def _generators() -> list[str]:
         kinds += (torch.Generator,)
     # By `type`: some objects answer `isinstance` with a warning.
     instances = sorted(
-        id(instance) for instance in gc.get_objects() if issubclass(type(instance), kinds)
+        id(instance)
+        for instance in gc.get_objects()
+        if issubclass(type(instance), kinds) and not _draws_anew(instance)
     )
     return [*states, repr(instances)]
+
+
+def _draws_anew(instance: Any) -> bool:
+    """Return whether a generator gives each process its own numbers: one of the system, and the one
+    of ``tempfile``, which is replaced in a fork."""
+    of_tempfile = getattr(vars(tempfile)["_name_sequence"], "_rng", None)
+    return instance is of_tempfile or issubclass(type(instance), random.SystemRandom)
 
 
 def forget_rank() -> None:
@@ -214,12 +244,14 @@ class _RankReadError(BaseException):
 
 
 @contextlib.contextmanager
-def _forbid_rank(are_known: bool) -> Iterator[None]:
+def _forbid_rank(are_known: bool, can_read_all: bool) -> Iterator[list[str]]:
     """Inside the block, end an import by `_RankReadError` if it reads a worker's rank, which is not
-    set yet, from ``os.environ``, or, unless the modules `are_known`, if it reads all variables. At
-    the block's end raise UnfitError if an import was ended so. The class of ``os.environ`` is
-    patched for the time of the block."""
+    set yet, from ``os.environ``, or, unless it `can_read_all`, if it reads all variables. At the
+    block's end raise EndedError if an import was ended so. The block gets a list of what others
+    have read, in words, where the modules are not known. The class of ``os.environ`` is patched for
+    the time of the block."""
     names: list[str] = []
+    reads: list[str] = []
     kind: Any = type(os.environ)
     read, walk = kind.__getitem__, kind.__iter__
 
@@ -238,17 +270,18 @@ def _forbid_rank(are_known: bool) -> Iterator[None]:
         """Return an iterator over the names of all variables; end the import instead if its module
         is not known, and the caller is no module of Python itself."""
         if not are_known and not _is_called_by_python():
-            names.append("all variables")
-            raise _RankReadError
+            (reads if can_read_all else names).append("all variables")
+            if not can_read_all:
+                raise _RankReadError
         return walk(self)  # type: ignore[no-any-return]
 
     kind.__getitem__, kind.__iter__ = read_or_end, walk_or_end
     try:
-        yield
+        yield reads
     finally:
         kind.__getitem__, kind.__iter__ = read, walk
         if names:
-            raise UnfitError(f"an import has read {names[0]}")
+            raise EndedError(f"an import has read {names[0]}")
 
 
 def _is_called_by_python() -> bool:
@@ -298,7 +331,7 @@ def _ask_nvml(ask: Callable[[], Any]) -> Any:
 def _import_if_there(name: str) -> None:
     """Import the module `name`, if it exists; of ``module:part`` the part as ``from module import
     part`` does, by which a submodule is imported only if the module has no such attribute. Raise
-    OrderError if the import fails otherwise: in the script, where other imports come before, it
+    EndedError if the import fails otherwise: in the script, where other imports come before, it
     might not fail."""
     module, _, part = name.partition(":")
     name = module if not part else f"{module}.{part}"
@@ -309,6 +342,6 @@ def _import_if_there(name: str) -> None:
     except ModuleNotFoundError as error:
         # `name` itself may be missing: it may be a function of its package, and no submodule.
         if not name.startswith(str(error.name)):
-            raise OrderError(f"the import of {name} has failed: {error}") from None
+            raise EndedError(f"the import of {name} has failed: {error}") from None
     except BaseException as error:
-        raise OrderError(f"the import of {name} has failed: {error!r}") from None
+        raise EndedError(f"the import of {name} has failed: {error!r}") from None

@@ -13,13 +13,23 @@ from hpc_ddp.core.job.variables import OF_A_RANK
 READ_LATE = re.compile(
     rf"{OF_A_RANK}|CUDA_VISIBLE_DEVICES|CUBLAS_WORKSPACE_CONFIG|TOKENIZERS_PARALLELISM|(TORCH_)?NCCL_\w+|GLOO_\w+|FI_\w+|UCX_\w+"
 )
-# Calls that an import may depend on, of torch and of Python.
+# Calls that an import may depend on, of torch, Python and numpy.
 SETTINGS = (
     *("set_default_dtype", "set_default_device", "set_default_tensor_type"),
     *("chdir", "setlocale", "filterwarnings", "simplefilter", "basicConfig"),
     *("dictConfig", "fileConfig", "setLoggerClass", "seterr"),
 )
+# Functions that set nothing, of modules of Python whose others do: they write, read or make an
+# object.
+NO_SETTINGS = {
+    "logging": re.compile(
+        r"get\w+|debug|info|warn|warning|error|exception|critical|fatal|log|makeLogRecord|[A-Z]\w*"
+    ),
+    "warnings": re.compile(r"warn|warn_explicit|formatwarning"),
+    "locale": re.compile(r"(get|format|str|ato)\w*|localeconv|currency|normalize|delocalize"),
+}
 OF_LOGGERS = ("setLevel", "addHandler", "removeHandler", "addFilter")
+FIELDS_OF_LOGGERS = ("propagate", "disabled")
 SET_NOTHING = ("torch", "torchvision", "numpy", "hpc_ddp")  # their functions change no later import
 # Names of Python that may change an import, or run any text.
 ACTING = (
@@ -70,6 +80,8 @@ def may_change_anything(node: ast.AST, modules: Mapping[str, str]) -> bool:
         is_variable = isinstance(target, ast.Subscript) and _is_environ(target.value)
         if is_part and not is_variable and _root(target) in modules:  # `change_of` sees variables
             return True
+        if isinstance(target, ast.Attribute) and target.attr in FIELDS_OF_LOGGERS:
+            return True
     for call in ast.walk(node):
         if isinstance(call, ast.Call) and function_name(call) in OF_LOGGERS:
             return True
@@ -119,6 +131,18 @@ def change_of(node: ast.AST) -> str:
     return "sys.path" if is_of_path else ""
 
 
+def setting_of(call: ast.Call, modules: Mapping[str, str]) -> str:
+    """Return the name of a function that sets something on which an import may depend, '' for any
+    other call. `modules` has the names that imports of the file have bound, with the module of
+    each."""
+    name, root = function_name(call), call.func
+    while isinstance(root, ast.Attribute):
+        root = root.value
+    module = modules.get(getattr(root, "id", ""), "").partition(".")[0]
+    harmless = NO_SETTINGS.get(module)
+    return name if name in SETTINGS or (harmless and not harmless.fullmatch(name)) else ""
+
+
 def function_name(node: ast.Call) -> str:
     """Return the name of a called function, '' if it has none."""
     function = node.func
@@ -131,10 +155,11 @@ def renaming_of(node: ast.AST) -> str:
     statement."""
     if isinstance(node, ast.Import):
         return "sys" if any(a.name == "sys" and a.asname for a in node.names) else ""
-    if isinstance(node, ast.ImportFrom) and any(
-        a.asname and a.name in SETTINGS for a in node.names
-    ):
-        return "the name of a setting"
+    if isinstance(node, ast.ImportFrom):
+        harmless = NO_SETTINGS.get((node.module or "").partition(".")[0])
+        for name in (alias.name for alias in node.names if alias.asname):
+            if name in SETTINGS or (harmless and not harmless.fullmatch(name)):
+                return "the name of a setting"
     if isinstance(node, ast.ImportFrom) and node.module in ("os", "sys"):
         for alias in node.names:
             if (node.module == "sys" and alias.name in ("path", "modules")) or (

@@ -1,291 +1,316 @@
 """The imports of a script at its start, read from its text: the script is not run for that.
 
-The fork server imports these modules before the script starts. A script is refused where it would
-then not get the same modules: it changes its environment or the search path, changes a setting
-before an import, or has a module of its own that hides an installed module.
+The fork server imports these modules, and torch, before the script starts. A script is refused
+where it would then not get the same modules: it changes its environment or the search path, changes
+a setting before an import, has a module of its own that hides an installed module, or does not
+import torch before anything that may change what torch finds.
 """
 
 from __future__ import annotations
 
 import ast
-import importlib.machinery
-import importlib.util
 import math
-import os
 import re
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
 from hpc_ddp.core.file_io import parse_python
+from hpc_ddp.node.workers.module_files import (
+    OURS,
+    exists,
+    files_of_module,
+    folders_elsewhere,
+    is_installed,
+    package_folder,
+)
 from hpc_ddp.node.workers.script_changes import (
     DEFINITIONS,
-    SETTINGS,
+    SET_NOTHING,
     change_of,
-    function_name,
     has_call,
     may_change_anything,
     parts_that_run,
     renaming_of,
+    setting_of,
 )
 
 MOST_FILES = 500  # of the script's own modules, which are read as well
-# Their import starts MPI, which a fork does not survive.
-NEVER_AHEAD = ("mpi4py", "horovod", "petsc4py")
-OURS = "hpc_ddp"  # in the run's library, which comes before the snapshot of the user's code
-WITH_TORCH = {"torch", OURS}
-INSTALLED = {"site-packages", "dist-packages"}
+WITH_TORCH = re.compile(rf"torch\b|{OURS}[.:](training|integrations)\b")  # they import torch first
+# Packages whose functions set variables from a file that is not read here.
+SET_VARIABLES = ("hydra", "pyrootutils", "rootutils", "dotenv", "environs")
+GUARDS = ("__name__ == '__main__'", "'__main__' == __name__")
 
 
 class UnfitError(Exception):
     """A script can't run in a fork, and has to be started by exec; the text is the reason."""
 
 
+class EndedError(UnfitError):
+    """An import has not come to its end: it has failed, or was ended."""
+
+
 class OrderError(UnfitError):
-    """An import has failed: in the script, before the import of torch, it might not."""
-
-
-class TorchVariableError(OrderError):
-    """An import has changed a variable that torch reads, or a part of it that is imported ahead."""
+    """A package has to be imported before torch, or before a part of torch that is imported
+    ahead."""
 
 
 class _Import(NamedTuple):
-    """An import of the module `name`, or of `parts` from that module, relative by `level` dots (0:
-    absolute). `is_certain` says that it always runs; one below an ``if`` may not, say."""
+    """An import, in a `line`, of the module `name`, or of `parts` from that module, relative by
+    `level` dots (0: absolute). `is_certain` says that it always runs; one below an ``if`` may not,
+    say."""
 
     name: str
     parts: tuple[str, ...]
     level: int
+    line: int
     is_certain: bool
 
 
 @dataclass
-class _Reading:
-    """The imports at the top level of one file, and its changes that may matter to an import.
+class ScriptImports:
+    """The installed modules that a script and its own modules always import at their top level, in
+    the order of the imports, up to the first statement that may change anything (see `_Reading`).
+    ``module:part`` stands for an import of a part from a module.
 
-    `steps`, in the order in which they run, are imports, and the lines of statements that may
-    change anything: a patch, or a call of a function of the file or of a package that is not read.
+    `obstacle` is the reason against a fork where none of the modules imports torch. With
+    `sets_variables` the script may set variables, at any time, from a file that was not read.
+    """
+
+    names: list[str]
+    obstacle: str
+    sets_variables: bool
+
+    @property
+    def has_torch(self) -> bool:
+        """Whether one of the modules is torch, or a module of hpc-ddp that imports torch."""
+        return any(map(is_torch, self.names))
+
+
+@dataclass
+class _Reading:
+    """The imports of one file, and its changes that may matter to an import.
+
+    `steps`, in the order in which they run at the top level, are imports, and the lines of
+    statements that may change anything: a patch, or a call of a function of the file or of a
+    package that is not read. `late_imports` are in functions, say.
     """
 
     steps: list[_Import | int] = field(default_factory=list)
+    late_imports: list[_Import] = field(default_factory=list)
     last_import: int = 0  # line of the last import, at any level
     changes: list[tuple[int, str]] = field(default_factory=list)  # line, and what is changed there
     settings: list[tuple[int, str]] = field(default_factory=list)  # the same, harmless if late
 
 
-def imports_of(script: Path, folders: Sequence[Path]) -> list[str]:
-    """Return the names of installed modules that `script` and its own modules always import at
-    their top level, in the order of the imports, up to the first statement that may change anything
-    (see `_Reading`). ``module:part`` stands for an import of a part from a module. `folders` have
-    the script's own modules; the first is the script's folder.
+def imports_of(script: Path, folders: Sequence[Path]) -> ScriptImports:
+    """Return the imports of `script` and of its own modules. `folders` have the script's own
+    modules; the first is the script's folder.
 
     Raise UnfitError where a file can't be read, or changes something on which an import may depend;
-    or where a statement that may change anything comes before the import of torch.
+    and where no module that may import torch comes before a statement that may change anything.
     """
     walk = _Walk(script, folders)
     walk.enter(script, is_certain=True)
-    return list(walk.names)
+    for path, step in walk.late_imports:  # which grows meanwhile
+        walk.follow_late(path, step)
+    obstacle = "no import of torch is seen at the top level of the script"
+    if walk.change:
+        obstacle = f"{walk.change}, comes before the import of torch"
+    if not walk.names:
+        raise UnfitError(obstacle)
+    return ScriptImports(list(walk.names), obstacle, walk.sets_variables)
 
 
 @dataclass
 class _Walk:
     """Goes through the imports of a script in the order in which they run, and collects the `names`
-    of installed modules up to the first statement that may change anything."""
+    of installed modules up to the first statement that may change anything; later through its
+    `late_imports`, only to read the script's own modules."""
 
     script: Path
     folders: Sequence[Path]  # with the script's own modules; the first is the script's folder
     names: dict[str, None] = field(default_factory=dict)  # an ordered set
     entered: set[Path] = field(default_factory=set)  # the files that were read
     change: str = ""  # the place of the first statement that may change anything
+    late_imports: list[tuple[Path, _Import]] = field(default_factory=list)  # with their files
+    sets_variables: bool = False
 
     def enter(self, path: Path, is_certain: bool) -> None:
         """Read the file `path` and follow its imports; do nothing if the file has been read before,
         or more than `MOST_FILES` have. `is_certain` says that the file's module is always imported.
         Raise UnfitError as `imports_of`."""
-        if path in self.entered or len(self.entered) > MOST_FILES:
-            return
-        self.entered.add(path)
-        reading = _read(path)
+        reading = self._read_once(path)
         # A module of the script runs before later imports of the script: its settings may matter.
         last = reading.last_import if path == self.script else math.inf
-        early = [(line, change) for line, change in reading.settings if line < last]
-        if changes := [*reading.changes, *early]:
-            line, change = changes[0]
-            raise UnfitError(f"{path.name}, line {line}, changes {change}")
+        if early := [setting for setting in reading.settings if setting[0] < last]:
+            raise _change_error(path, *early[0])
         for step in reading.steps:
             if isinstance(step, int):
-                self.change = self.change or f"{path.name}, line {step}"
+                self._note_change(path, step)
             else:
                 self._follow(path, step, is_certain and step.is_certain)
 
-    def _follow(self, path: Path, step: _Import, is_certain: bool) -> None:
-        """Follow one import, `step`, of the file `path`: `enter` the files of a module that is not
-        installed; add an installed module to `names` if its import is certain and no `change` comes
-        before. Raise UnfitError where a `change` comes before the first import of torch, and as
-        `enter`."""
-        name, parts, level, _ = step
-        package, top = _package(path, level), name.partition(".")[0]
+    def follow_late(self, path: Path, step: _Import) -> None:
+        """Read the files of the script's own module that the file `path` imports by `step` after
+        all imports at the top level. Raise UnfitError where a file can't be read, or changes
+        something on which an import may depend."""
+        for file in self._findfiles_of_module(path, step):
+            reading = self._read_once(file)
+            steps = [step for step in reading.steps if isinstance(step, _Import)]
+            self.late_imports += [(file, step) for step in steps]
+
+    def _read_once(self, path: Path) -> _Reading:
+        """Return the reading of the file `path`, and note its late imports; return an empty one if
+        the file has been read before, or more than `MOST_FILES` have. Raise UnfitError where it
+        can't be read, or changes something, but a setting, on which an import may depend."""
+        if path in self.entered or len(self.entered) > MOST_FILES:
+            return _Reading()
+        self.entered.add(path)
+        reading = _read(path, is_script=path == self.script)
+        if reading.changes:
+            raise _change_error(path, *reading.changes[0])
+        self.late_imports += [(path, step) for step in reading.late_imports]
+        return reading
+
+    def _findfiles_of_module(self, path: Path, step: _Import) -> list[Path]:
+        """Return the files of the script's own module, and of its parent packages, that the file
+        `path` imports by `step`; [] for a module that is installed or Python's own."""
+        name, parts, level, *_ = step
+        package, top = package_folder(path, level), name.partition(".")[0]
+        self.sets_variables |= top in SET_VARIABLES and not level
         base = [package] if package else self.folders[:1] if top == OURS else self.folders
-        files = list(_files(name, parts, base))
+        files = list(files_of_module(name, parts, base))
         if not (files or level or top == OURS or is_installed(name)):
-            files = list(_files(name, parts, _folders_elsewhere(name)))
+            files = [
+                f
+                for folder in folders_elsewhere(top)
+                for f in files_of_module(name, parts, [folder])
+            ]
+        return files
+
+    def _follow(self, path: Path, step: _Import, is_certain: bool) -> None:
+        """Follow one import, `step`, at the top level of the file `path`: `enter` the files of a
+        module that is not installed; add an installed module to `names` if its import is certain
+        and no `change` comes before. Any other module that is not read counts as a change: it may
+        be one that has to come before torch. Raise UnfitError as `enter`."""
+        files = self._findfiles_of_module(path, step)
         for file in files:
             self.enter(file, is_certain)
-        if files or level or not is_certain or not (top == OURS or is_installed(name)):
+        name, parts, level, *_ = step
+        top = name.partition(".")[0]
+        if files or level or top in sys.stdlib_module_names:
             return
-        if not self.change:
-            self.names[name] = None
-            self.names |= dict.fromkeys(f"{name}:{part}" for part in parts if part != "*")
-        elif top in WITH_TORCH and not any(
-            re.split("[.:]", n)[0] in WITH_TORCH for n in self.names
-        ):
-            raise UnfitError(f"{self.change}, comes before the import of torch")
+        if is_certain and (top == OURS or is_installed(name)):
+            if not self.change:
+                self.names[name] = None
+                self.names |= dict.fromkeys(f"{name}:{part}" for part in parts if part != "*")
+            return
+        is_harmless = top in SET_NOTHING or any(map(is_torch, self.names))
+        if not is_harmless and exists(top, self.folders):
+            self._note_change(path, step.line)
+
+    def _note_change(self, path: Path, line: int) -> None:
+        """Note a statement that may change anything, unless one comes before it."""
+        self.change = self.change or f"{path.name}, line {line}"
 
 
-def is_installed(name: str) -> bool:
-    """Return whether Python would find the module `name` in a folder of installed packages, and it
-    may be imported ahead: it is not one of `NEVER_AHEAD`."""
-    top = name.partition(".")[0]
-    if top in sys.stdlib_module_names or top in NEVER_AHEAD:
-        return False
-    try:
-        spec = importlib.machinery.PathFinder.find_spec(top)
-    except (ImportError, ValueError):
-        return False
-    return bool(spec and spec.origin and INSTALLED & set(Path(spec.origin).parts))
+def _change_error(path: Path, line: int, change: str) -> UnfitError:
+    """Return the error for a file that changes in a line what `change` says."""
+    return UnfitError(f"{path.name}, line {line}, changes {change}")
 
 
-def find_hiding_file(folders: Sequence[Path], loaded: Collection[str]) -> Path | None:
-    """Return the first file or folder in `folders` that Python would import in place of one of the
-    `loaded` modules, or of one that it imports at its start; None if there is none. ``hpc_ddp``
-    counts only in the first folder, the script's: the run's own comes before the others."""
-    tops = {name.partition(".")[0] for name in loaded} - {"__main__"}
-    tops |= {"sitecustomize", "usercustomize"}  # Python imports them at its start
-    for folder in folders:
-        try:
-            entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
-        except OSError:
-            continue
-        for entry in entries:
-            name, _, suffix = entry.name.partition(".")
-            is_module = suffix in ("py", "pyc") or suffix.endswith("so")
-            is_package = not suffix and any(Path(entry.path).glob("__init__.*"))
-            is_ours = name == OURS and folder != folders[0]
-            if name in tops and (is_module or is_package) and not is_ours:
-                return Path(entry.path)
-    return None
+def is_torch(name: str) -> bool:
+    """Return whether the module `name`, as in `ScriptImports`, is torch, or of hpc-ddp and imports
+    torch."""
+    return bool(WITH_TORCH.match(name))
 
 
-def _read(path: Path) -> _Reading:
-    """Return the reading of the file `path`; raise UnfitError if it can't be read, or is no
-    Python."""
+def _read(path: Path, is_script: bool) -> _Reading:
+    """Return the reading of the file `path`, which is the script itself or one of its modules;
+    raise UnfitError if it can't be read, or is no Python."""
     try:
         tree = parse_python(path)
     except (OSError, SyntaxError, ValueError) as error:
         raise UnfitError(f"{path.name} can't be read: {error}") from None
     reading = _Reading()
-    _note_steps(tree, reading)
+    early = _note_steps(tree, is_script, reading)
+    modules: dict[str, str] = {}  # by the names that imports have bound, at any level
     for node in ast.walk(tree):
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             reading.last_import = max(reading.last_import, node.lineno)
+            modules |= _bound_names(node)
+            if node not in early:
+                reading.late_imports += _split(node, is_certain=False)
         elif change := change_of(node):
             reading.changes.append((node.lineno, change))  # type: ignore[attr-defined]
-        elif isinstance(node, ast.Call) and (name := function_name(node)) in SETTINGS:
-            reading.settings.append((node.lineno, f"a setting by {name}"))
         if change := renaming_of(node):
             reading.changes.append((node.lineno, change))  # type: ignore[attr-defined]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and (name := setting_of(node, modules)):
+            reading.settings.append((node.lineno, f"a setting by {name}"))
     return reading
 
 
-def _note_steps(tree: ast.Module, reading: _Reading) -> None:
-    """Append the steps at the top level of a file to those of `reading`."""
+def _note_steps(tree: ast.Module, is_script: bool, reading: _Reading) -> set[ast.stmt]:
+    """Append the steps at the top level of a file to those of `reading`; return the statements."""
     modules: dict[str, str] = {}  # by the names that imports have bound; '' for a function here
-    for node, is_certain in _at_top_level(tree.body):
-        if isinstance(node, ast.Import):
-            modules |= {a.asname or a.name.split(".")[0]: a.name for a in node.names}
-            reading.steps += [_Import(a.name, (), 0, is_certain) for a in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            parts = tuple(alias.name for alias in node.names)
-            module = f"{'.' * node.level}{node.module or ''}"
-            modules |= {alias.asname or alias.name: module for alias in node.names}
-            reading.steps.append(_Import(node.module or "", parts, node.level, is_certain))
+    statements: set[ast.stmt] = set()
+    for node, is_certain in _at_top_level(tree.body, is_script):
+        statements.add(node)
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            modules |= _bound_names(node)
+            reading.steps += _split(node, is_certain)
         elif any(may_change_anything(part, modules) for part in parts_that_run(node)):
             reading.steps.append(node.lineno)
         if isinstance(node, DEFINITIONS):
             modules[node.name] = ""
+    return statements
+
+
+def _bound_names(node: ast.Import | ast.ImportFrom) -> dict[str, str]:
+    """Return the names that an import binds, with the module of each."""
+    if isinstance(node, ast.Import):
+        return {alias.asname or alias.name.split(".")[0]: alias.name for alias in node.names}
+    module = f"{'.' * node.level}{node.module or ''}"
+    return {alias.asname or alias.name: module for alias in node.names}
+
+
+def _split(node: ast.Import | ast.ImportFrom, is_certain: bool) -> list[_Import]:
+    """Return the imports of a statement."""
+    if isinstance(node, ast.Import):
+        return [_Import(alias.name, (), 0, node.lineno, is_certain) for alias in node.names]
+    parts = tuple(alias.name for alias in node.names)
+    return [_Import(node.module or "", parts, node.level, node.lineno, is_certain)]
 
 
 def _at_top_level(
-    body: Sequence[ast.stmt], is_certain: bool = True
+    body: Sequence[ast.stmt], is_script: bool, is_certain: bool = True
 ) -> Iterator[tuple[ast.stmt, bool]]:
     """Yield each statement of `body` that may run at an import, also statements inside others, and
     whether it always runs. A statement below ``if``, in a loop, an ``else`` or a handler may not
     run; without `is_certain`, which says that `body` always runs, no statement is certain.
 
-    Left out are the insides of functions, classes and a ``match``, of ``if __name__ …`` with its
-    ``else``, and of ``if TYPE_CHECKING``.
+    Left out are the insides of functions, classes and a ``match``, and of ``if TYPE_CHECKING``.
+    What is below ``if __name__ == "__main__"`` always runs in the script itself, with `is_script`,
+    and never in another file.
     """
     for node in body:
         yield node, is_certain
         if isinstance(node, DEFINITIONS):
             continue
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
-            yield from _at_top_level(node.orelse, is_certain)
-        elif not (isinstance(node, ast.If) and "__name__" in ast.dump(node.test)):
+            yield from _at_top_level(node.orelse, is_script, is_certain)
+        elif isinstance(node, ast.If) and ast.unparse(node.test) in GUARDS:
+            yield from _at_top_level(node.body if is_script else node.orelse, is_script, is_certain)
+        else:
             # A `with` may silence the output of an import, or change something for a while.
             is_plain = isinstance(node, ast.With) and not any(map(has_call, node.items))
             is_straight = is_certain and (is_plain or isinstance(node, ast.Try))
             for name in ("body", "finalbody"):
-                yield from _at_top_level(getattr(node, name, ()), is_straight)
-            yield from _at_top_level(getattr(node, "orelse", ()), False)
+                yield from _at_top_level(getattr(node, name, ()), is_script, is_straight)
+            yield from _at_top_level(getattr(node, "orelse", ()), is_script, False)
             for handler in getattr(node, "handlers", ()):
-                yield from _at_top_level(handler.body, False)
-
-
-def _folders_elsewhere(name: str) -> list[Path]:
-    """Return, in a list, the folder with the top-level module of `name`, a module that is neither
-    installed nor the script's own: it is on PYTHONPATH, or of an editable install. [] for a module
-    that is not found, is Python's own, one of `NEVER_AHEAD`, or no text (``.py``)."""
-    top = name.partition(".")[0]
-    if top in sys.stdlib_module_names or top in NEVER_AHEAD:
-        return []
-    try:
-        spec = importlib.util.find_spec(top)
-    except (ImportError, ValueError):
-        return []
-    if not spec or not spec.origin or not spec.origin.endswith(".py"):
-        return []
-    path = Path(spec.origin)
-    return [path.parents[1] if path.name == "__init__.py" else path.parent]
-
-
-def _package(path: Path, level: int) -> Path | None:
-    """Return the folder in which a relative import with `level` dots in the file `path` begins;
-    None for an absolute import (0), and for one that leads out of all folders."""
-    return path.parents[level - 1] if level and level <= len(path.parents) else None
-
-
-def _files(name: str, parts: Sequence[str], folders: Sequence[Path]) -> Iterator[Path]:
-    """Yield the files of the module `name` and of its parent packages, the outermost first, then
-    those of its submodules that `parts` name; from the first of `folders` that has the module's top
-    level. Yield nothing where none has it."""
-    words = name.split(".") if name else []
-    for folder in folders:
-        if words and not ((folder / words[0]).is_dir() or (folder / f"{words[0]}.py").is_file()):
-            continue
-        path = folder
-        for word in words:
-            path = path / word
-            yield from _files_of(path)
-        for part in parts:
-            yield from _files_of(path / part)
-        return
-
-
-def _files_of(path: Path) -> Iterator[Path]:
-    """Yield the files that exist of the package or module at `path`, a path without ``.py``."""
-    for file in (path / "__init__.py", path.with_name(f"{path.name}.py")):
-        if file.is_file():
-            yield file
+                yield from _at_top_level(handler.body, is_script, False)

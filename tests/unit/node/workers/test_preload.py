@@ -67,6 +67,7 @@ def _import(folder: Path, text: str, *names: str) -> list[str]:
         ("import random\nrandom.seed(7)", "the generators of random numbers"),
         ("import random\ndice = random.Random()", "the generators of random numbers"),
         ("import atexit\natexit.register(print)", "the callbacks at the exit"),
+        ("import weakref\nweakref.finalize(os, print)", "the callbacks at the exit"),
         ("raise ValueError(1)", "the import of package has failed: ValueError(1)"),
         ("sys.exit(3)", "the import of package has failed: SystemExit(3)"),
         ("import no_such_module", "the import of package has failed: No module named"),
@@ -84,6 +85,8 @@ def test_an_import_that_must_be_the_workers_own_is_refused(
     [
         "import subprocess\nos.environ.get('HOME'), subprocess.run(['true'])",
         "os.environb[b'HOME'].decode(), os.environb.get(b'NO_SUCH')",
+        "import random, tempfile\ndice = random.SystemRandom()\ntempfile.mkstemp",
+        "import tempfile\nnext(tempfile._get_candidate_names())",
         "t = threading.Thread(target=time.sleep, args=(0,))\nt.start()\nt.join()",
         "class A:\n pass\na = A()\na.me, a.file = a, open('/dev/null')\ndel a",  # garbage
     ],
@@ -172,7 +175,8 @@ def test_the_rank_of_the_nodes_one_task_is_forgotten(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(
-    ("name", "has_to_come_first"), [("TORCH_LOGS", True), ("KMP_INIT_AT_FORK", False)]
+    ("name", "has_to_come_first"),
+    [("TORCH_LOGS", True), ("KMP_AFFINITY", True), ("KMP_INIT_AT_FORK", False), ("A_B", False)],
 )
 def test_only_variables_of_torchs_have_to_come_before_it(
     monkeypatch: pytest.MonkeyPatch, name: str, has_to_come_first: bool
@@ -182,7 +186,7 @@ def test_only_variables_of_torchs_have_to_come_before_it(
     change = partial(os.environ.__setitem__, name, "1")
     monkeypatch.setattr(preload, "_import_if_there", lambda module: change())
     output = os.memfd_create("output")
-    with pytest.raises(UnfitError, match="has changed the environment") as raised:
+    with pytest.raises(UnfitError, match="has changed ") as raised:
         preload.import_ahead(["package"], output)
     del os.environ[name]
     os.close(output)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
-from hpc_ddp.node.workers.script_imports import (
-    UnfitError,
-    find_hiding_file,
-    imports_of,
-    is_installed,
-)
+from hpc_ddp.node.workers.module_files import find_hiding_file
+from hpc_ddp.node.workers.script_imports import UnfitError, imports_of
 
 
 def _script(folder: Path, text: str, **others: str) -> list[str]:
@@ -20,7 +17,7 @@ def _script(folder: Path, text: str, **others: str) -> list[str]:
         path = folder / f"{name.replace('__', '/')}.py"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(content)
-    return imports_of(folder / "train.py", [folder])
+    return imports_of(folder / "train.py", [folder]).names
 
 
 def test_installed_modules_of_the_top_level_are_imports(tmp_path: Path) -> None:
@@ -68,27 +65,8 @@ def test_a_plain_folder_hides_no_package_and_a_package_of_its_own_does(tmp_path:
     assert _script(tmp_path, "import numpy\n") == ["numpy"]
     assert find_hiding_file([tmp_path], ["numpy.random", "os"]) is None
     (tmp_path / "numpy" / "__init__.py").touch()
-    assert _script(tmp_path, "import numpy\n") == []
+    assert _script(tmp_path, "import numpy, torch\n") == ["torch"]
     assert find_hiding_file([tmp_path], ["numpy.random", "os"]) == tmp_path / "numpy"
-
-
-@pytest.mark.parametrize(
-    ("name", "is_hidden"),
-    [
-        ("queue.py", True),
-        ("queue.cpython-311-x86_64-linux-gnu.so", True),
-        ("sitecustomize.py", True),
-        ("queue.txt", False),
-        ("__main__.py", False),
-        ("train.py", False),
-    ],
-)
-def test_a_file_hides_a_module(tmp_path: Path, name: str, is_hidden: bool) -> None:
-    (tmp_path / name).touch()
-    loaded = ["queue", "__main__", "torch.nn"]
-    assert find_hiding_file([tmp_path / "none", tmp_path], loaded) == (
-        tmp_path / name if is_hidden else None
-    )
 
 
 def test_our_package_comes_from_the_library_unless_it_is_beside_the_script(tmp_path: Path) -> None:
@@ -98,7 +76,7 @@ def test_our_package_comes_from_the_library_unless_it_is_beside_the_script(tmp_p
     (code / "hpc_ddp" / "__init__.py").write_text("import os\nos.environ['HF_HOME'] = '1'\n")
     script = jobs / "train.py"
     script.write_text("from hpc_ddp.training import start\n")
-    assert imports_of(script, [jobs, code]) == ["hpc_ddp.training", "hpc_ddp.training:start"]
+    assert imports_of(script, [jobs, code]).names == ["hpc_ddp.training", "hpc_ddp.training:start"]
     assert find_hiding_file([jobs, code], ["hpc_ddp"]) is None
     assert find_hiding_file([code, jobs], ["hpc_ddp"]) == code / "hpc_ddp"
     beside = code / "train.py"
@@ -162,9 +140,15 @@ def test_a_change_before_an_import_is_refused(tmp_path: Path, line: str, change:
         "match own():\n    case _: pass",
         "os.cpu_count = len",
         "import logging\nlogging.getLogger('a').setLevel(10)",
+        "import logging\nlogging.getLogger('a').propagate = False",
+        "if __name__ == '__main__':\n    own()",
+        "if os:\n    import click",  # it may have to come before torch
+        "import compiled",
+        "with own():\n    import torch",
     ],
 )
 def test_a_call_wherever_it_runs_comes_before_torch(tmp_path: Path, lines: str) -> None:
+    (tmp_path / "compiled.abi3.so").touch()
     with pytest.raises(UnfitError, match="comes before the import of torch"):
         _script(tmp_path, f"import os\nfrom config import own\n{lines}\nimport torch\n", config="")
 
@@ -175,7 +159,7 @@ def test_a_call_wherever_it_runs_comes_before_torch(tmp_path: Path, lines: str) 
         "def main():\n    own()",
         "class A:\n    def main(self):\n        own()",
         "import dataclasses\n@dataclasses.dataclass\nclass A:\n    a: int = dataclasses.field()",
-        "if __name__ == '__main__':\n    own()",
+        "if __name__ != '__main__':\n    pass",
     ],
 )
 def test_a_call_that_does_not_run_there_is_harmless(tmp_path: Path, lines: str) -> None:
@@ -190,6 +174,29 @@ def test_a_setting_before_an_import_is_refused(tmp_path: Path, line: str) -> Non
     assert _script(tmp_path, f"import numpy\n{line}\n") == ["numpy"]
     with pytest.raises(UnfitError, match=r"other\.py, line 1"):
         _script(tmp_path, "import other\n", other=line)
+
+
+@pytest.mark.parametrize(
+    ("line", "is_setting"),
+    [
+        ("import logging as log\nlog.disable(log.WARNING)", True),
+        ("import logging.config\nlogging.captureWarnings(True)", True),
+        ("import logging\nlogging.root.handlers.clear()", True),
+        ("from warnings import resetwarnings\nresetwarnings()", True),
+        ("from logging import disable as end\nend(1)", True),
+        ("import logging\nlogging.getLogger('a').info('b')\nlogging.Formatter('%s')", False),
+        ("import warnings, locale\nwarnings.warn('a')\nlocale.getlocale()", False),
+    ],
+)
+def test_a_function_of_logging_or_warnings_is_a_setting_unless_it_only_writes(
+    tmp_path: Path, line: str, is_setting: bool
+) -> None:
+    text = f"{line}\nimport torch\n"
+    if is_setting:
+        with pytest.raises(UnfitError, match="a setting"):
+            _script(tmp_path, text)
+    else:
+        assert _script(tmp_path, text) == ["torch"]
 
 
 @pytest.mark.parametrize(
@@ -228,13 +235,6 @@ def test_a_script_that_is_no_python_is_refused(tmp_path: Path) -> None:
         imports_of(tmp_path / "none.py", [tmp_path])
 
 
-def test_some_modules_are_never_imported_ahead() -> None:
-    assert is_installed("numpy")
-    assert not is_installed("mpi4py")
-    assert not is_installed("json")
-    assert not is_installed("no_such_module")
-
-
 @pytest.mark.parametrize(
     "statement",
     [
@@ -264,8 +264,11 @@ def test_behind_what_may_change_anything_imports_are_the_workers_own(
         tmp_path, f"{head}import torch\n{statement}\nimport submitit, data, torch\n", **files
     )
     assert names == ["click", "torch"]
-    with pytest.raises(UnfitError, match=r"train\.py, line \d, comes before the import of torch"):
-        _script(tmp_path, f"{head}{statement}\nimport torch\n", **files)
+    text = f"{head}{statement}\nimport torch\n"
+    (tmp_path / "train.py").write_text(text)
+    imports = imports_of(tmp_path / "train.py", [tmp_path])
+    assert (imports.names, imports.has_torch) == (["click"], False)
+    assert re.fullmatch(r"train\.py, line \d, comes before the import of torch", imports.obstacle)
 
 
 def test_what_may_change_anything_is_seen_in_the_order_in_which_it_runs(tmp_path: Path) -> None:
@@ -276,3 +279,62 @@ def test_what_may_change_anything_is_seen_in_the_order_in_which_it_runs(tmp_path
     guard = "if __name__ == '__main__':\n    jinja2.a()\n"
     files = {"first": f"import jinja2\n{guard}"}
     assert _script(tmp_path, f"import first, torch\n{guard}", **files) == ["jinja2", "torch"]
+
+
+def test_torch_is_seen_wherever_it_always_comes_first(tmp_path: Path) -> None:
+    """Of the script itself also below its guard, and in modules of its own."""
+    files = {"app": "import torch\ndef main(): ...\n", "tools": "import os\n"}
+    guard = "if __name__ == '__main__':\n    "
+    for text in (
+        f"{guard}from app import main\n    main()\n",
+        "import tools, no_such_module\nimport app\napp.main()\n",
+        "try:\n    import torch\nexcept ImportError:\n    torch = None\n",
+    ):
+        assert _script(tmp_path, text, **files) == ["torch"]
+    assert _script(tmp_path, "from hpc_ddp import training\n") == ["hpc_ddp", "hpc_ddp:training"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def main():\n    import torch\nmain()\n",
+        "import json\n",
+        "import sys\nif sys.argv:\n    import torch\n",
+        "import app\n",
+        "from app import main\nif __name__ == '__main__':\n    main()\n    import torch\n",
+    ],
+)
+def test_a_script_whose_import_of_torch_is_not_seen_is_refused(tmp_path: Path, text: str) -> None:
+    app = "def main():\n    import torch\nif __name__ == '__main__':\n    import torch\n"
+    with pytest.raises(UnfitError, match="import of torch"):
+        _script(tmp_path, text, app=app)
+
+
+def test_modules_that_are_imported_later_are_read(tmp_path: Path) -> None:
+    files = {"late": "import torch, later\ntorch.set_default_dtype(0)\n"}
+    text = "import torch\ndef main():\n    import late\n"
+    assert _script(tmp_path, text, later="", **files) == ["torch"]
+    with pytest.raises(UnfitError, match=r"later\.py, line 2, changes TORCH_LOGS"):
+        _script(tmp_path, text, later="import os\nos.environ['TORCH_LOGS'] = 'a'\n", **files)
+
+
+def test_packages_that_set_variables_by_a_file_are_seen(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    for text in ("import torch\n", "import torch\ndef main():\n    from hydra import main\n"):
+        script.write_text(text)
+        assert imports_of(script, [tmp_path]).sets_variables == ("hydra" in text)
+
+
+def test_folders_without_init_are_read_in_all_their_places(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(2):
+        folder = tmp_path / str(number) / "tools_of_a_lab"
+        folder.mkdir(parents=True)
+        (folder / f"part_{number}.py").write_text(f"import os\nos.environ['A_{number}'] = '1'\n")
+        monkeypatch.syspath_prepend(str(folder.parent))
+    script = tmp_path / "script"
+    script.mkdir()
+    for number in range(2):
+        with pytest.raises(UnfitError, match=rf"part_{number}\.py, line 2, changes A_{number}"):
+            _script(script, f"import tools_of_a_lab.part_{number}\nimport torch\n")
