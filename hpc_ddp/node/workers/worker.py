@@ -34,9 +34,7 @@ COMPILE_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 NAMESPACE = "/proc/self/ns/pid"
 NOTICE_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 READY = "--ready"  # the first word of `main` where the set-up lines are done
-AGAIN = (
-    b"hpc-ddp: the workers start again\n"  # in a log, before a restart: `first_failure` reads it
-)
+AGAIN = b"hpc-ddp: the workers start again\n"  # in a log, at a restart: `first_failure` reads it
 
 
 def worker_command(python: str, script: list[str]) -> list[str]:
@@ -371,15 +369,20 @@ def prepare_worker(command: list[str]) -> list[str]:
     return [*command, *resume_args()]
 
 
+def heed_notice() -> None:
+    """End this process by SIGTERM if there is a notice, whose signal may have been ignored."""
+    if os.path.exists(os.environ.get("HPC_DDP_NOTICE", "")):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
 def main(command: list[str]) -> None:
     """Prepare this process, and replace it by `command` (python, -u, the script and its arguments),
     run by the Python of this process: the command's Python may be a wrapper, which has done its
     work.
 
     If there are set-up lines, a bash runs them after the preparation, and then this file once more,
-    with `READY` before the command. If the supervisor has given notice meanwhile, the process ends
-    by SIGTERM. Raise as `prepare_worker`, and OSError where there is no bash; exit as
-    `fill_variables`.
+    with `READY` before the command. This may end as `heed_notice`. Raise as `prepare_worker`, and
+    OSError where there is no bash; exit as `fill_variables`.
     """
     if command[0] != READY:
         command = prepare_worker(command)
@@ -389,8 +392,7 @@ def main(command: list[str]) -> None:
     command = fill_variables(command[1:] if command[0] == READY else command)
     for number in NOTICE_SIGNALS:  # a supervisor's child is started with them ignored
         signal.signal(number, signal.SIG_DFL)
-    if os.path.exists(os.environ.get("HPC_DDP_NOTICE", "")):  # the signal came while it was ignored
-        os.kill(os.getpid(), signal.SIGTERM)
+    heed_notice()
     os.execv(sys.executable, [sys.executable, *command[1:]])
 
 

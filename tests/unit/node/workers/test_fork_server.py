@@ -9,8 +9,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
 from multiprocessing import Pipe
+from pathlib import Path
 
 import pytest
 
@@ -18,7 +18,7 @@ from hpc_ddp.core import process
 from hpc_ddp.node.workers import device_check, fork_server
 from hpc_ddp.node.workers.device_check import Trial
 from hpc_ddp.node.workers.fork_server import ForkedProcess, ForkServer, _Server
-from hpc_ddp.node.workers.script_imports import OrderError, UnfitError
+from hpc_ddp.node.workers.script_imports import OrderError, ScriptImports, UnfitError
 from hpc_ddp.node.workers.worker import worker_command
 
 COMMAND = worker_command(sys.executable, ["train.py"])
@@ -104,34 +104,43 @@ def test_a_trial_without_an_accelerator_is_none(monkeypatch: pytest.MonkeyPatch)
     assert (trial.await_failure(), trial.await_failure()) == ("", "")
 
 
-@pytest.mark.parametrize(
-    ("failing", "error", "has_to_come_first"),
-    [
-        ("before", OrderError("failed"), True),
-        ("before", UnfitError("threads"), False),
-        ("behind", OrderError("failed"), False),
-    ],
-)
+@pytest.mark.parametrize("error", [OrderError("comes first"), UnfitError("threads")])
 def test_a_package_that_has_to_come_before_torch_is_a_reason(
-    monkeypatch: pytest.MonkeyPatch, failing: str, error: Exception, has_to_come_first: bool
+    monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     """As one whose library has no room behind torch's, or that sets torch's variables."""
 
-    def fail(names: Sequence[str], output: int, are_known: bool) -> None:
-        if failing in names:
-            raise error
+    def fail(imports: ScriptImports, output: int) -> None:
+        raise error
 
-    monkeypatch.setattr(fork_server, "import_ahead", fail)
+    monkeypatch.setattr(fork_server, "import_up_to_torch", fail)
     monkeypatch.setattr(device_check, "_try_accelerator", lambda: True)
     server = _server()
     server.output = process.memory_file("imports")
-    names = ["before", "torch", "torch.nn", "behind"]
-    if has_to_come_first:
-        with pytest.raises(UnfitError, match="variables, or comes first"):
-            server._import_in_child(names, [], Trial())
+    imports = ScriptImports(["torch"], "", sets_variables=False)
+    if isinstance(error, OrderError):
+        with pytest.raises(UnfitError, match="comes first"):
+            server._import_in_child(imports, [], Trial())
     else:
-        assert not server._import_in_child(names, [], Trial())
+        assert not server._import_in_child(imports, [], Trial())
     os.close(server.output)
+
+
+def test_a_notice_before_the_fork_ends_the_worker(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its signal came while the server ignored it."""
+    monkeypatch.setattr(fork_server, "prepare_worker", lambda words: words)
+    (tmp_path / "notice").touch()
+    pid = os.fork()
+    if not pid:
+        try:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            server = _Server(Pipe()[0], ["train.py"], os.getppid())
+            server._become_worker(COMMAND, {"HPC_DDP_NOTICE": str(tmp_path / "notice")})
+        finally:
+            os._exit(0)
+    assert ForkedProcess(pid).wait(20) == -signal.SIGTERM
 
 
 def test_a_fork_that_fails_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
