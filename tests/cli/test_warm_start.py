@@ -83,3 +83,17 @@ def test_a_forked_worker_sees_what_a_started_one_sees(tmp_path: Path) -> None:
     assert logs[0] == logs[1]
     assert "a child has __mp_main__ surroundings.py" in logs[0]
     assert logs[0].endswith("ValueError: the end\n")
+
+
+def test_a_script_that_imports_torch_late_has_none_before(tmp_path: Path) -> None:
+    """An import before it, or a variable, may matter to torch."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import sys\ndef main():\n    print('torch' in sys.modules)\n    import torch\nmain()\n"
+    )
+    job = DryRun(tmp_path / "runs", "--nproc-per-node", "1", "--max-failures", "0", str(script))
+    assert job.end() == 0, job.printed()
+    (log,) = job.run.logs.glob("attempt-0/*/rank-0.log")
+    assert log.read_text() == "False\n"
+    text = (log.parent / "agent.log").read_text()
+    assert "by exec: train.py, line 5, comes before the import of torch" in text

@@ -52,7 +52,7 @@ def import_up_to_torch(imports: ScriptImports, output: int) -> None:
             raise
         except OrderError:
             raise
-        except UnfitError as error:
+        except UnfitError as error:  # the next package may still have to come first
             refusal = refusal or error
         if sys.path_hooks != hooks or any(
             _finds_torch(f) for f in sys.meta_path if f not in finders
@@ -76,7 +76,8 @@ def _has_imported_torch(modules: Collection[str], error: BaseException | None = 
     while error:
         scopes += [frame.f_globals for frame, _ in walk_tb(error.__traceback__)]
         error = error.__context__
-    return any(id(value) in parts_of_torch for scope in scopes for value in list(scope.values()))
+    objects = (part for scope in scopes for part in list(scope.values()))
+    return any(id(part) in parts_of_torch for part in objects)
 
 
 def _finds_torch(finder: Any) -> bool:

@@ -39,12 +39,9 @@ def is_installed(name: str) -> bool:
 def _places(spec: importlib.machinery.ModuleSpec | None) -> list[Path]:
     """Return the file of the module with this spec; of a package without ``__init__.py`` its
     folders, which may be several; [] for None."""
-    if not spec:
-        return []
-    return [
-        Path(place)
-        for place in ([spec.origin] if spec.origin else spec.submodule_search_locations or ())
-    ]
+    if spec and spec.origin:
+        return [Path(spec.origin)]
+    return [*map(Path, spec.submodule_search_locations or ())] if spec else []
 
 
 def exists(top: str, folders: Sequence[Path]) -> bool:

@@ -294,7 +294,7 @@ def _at_top_level(
     run; without `is_certain`, which says that `body` always runs, no statement is certain.
 
     Left out are the insides of functions, classes and a ``match``, and of ``if TYPE_CHECKING``.
-    What is below ``if __name__ == "__main__"`` always runs in the script itself, with `is_script`,
+    The body of ``if __name__ == "__main__"`` always runs in the script itself, with `is_script`,
     and never in another file.
     """
     for node in body:
