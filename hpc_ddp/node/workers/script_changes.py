@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import re
 import sys
 from collections.abc import Mapping
@@ -73,7 +74,7 @@ def may_change_anything(node: ast.AST, modules: Mapping[str, str]) -> bool:
     """Return whether a statement or a part of one, `node`, may change what a later import finds, in
     a way that its text does not show: it patches a module, or calls a function that may do so.
     `modules` has the names that the file has bound so far, with the module of each; '' for a
-    function or class."""
+    function or class; ``*`` for all names of a module."""
     targets = getattr(node, "targets", None) or [getattr(node, "target", None)]
     for target in targets:
         is_part = isinstance(target, (ast.Attribute, ast.Subscript))
@@ -86,12 +87,23 @@ def may_change_anything(node: ast.AST, modules: Mapping[str, str]) -> bool:
         if isinstance(call, ast.Call) and function_name(call) in OF_LOGGERS:
             return True
         if isinstance(call, ast.Call) and (root := _root(call.func)) not in HARMLESS:
-            module = modules.get(root)
+            # `from module import *` may have bound any name but Python's.
+            is_any = root and not hasattr(builtins, root)
+            module = modules.get(root, modules.get("*") if is_any else None)
             top = (module or "").partition(".")[0]
             is_safe = top in SET_NOTHING or (top in sys.stdlib_module_names and top not in ACTING)
             if root in ACTING or (module is not None and not is_safe):
                 return True
     return False
+
+
+def aliases_of(node: ast.stmt, modules: Mapping[str, str]) -> dict[str, str]:
+    """Return the names that an assignment gives to a module or function, or to a part of one, with
+    the module of each; `modules` is as in `may_change_anything`."""
+    if not isinstance(node, ast.Assign) or _root(node.value) not in modules:
+        return {}
+    names = [target.id for target in node.targets if isinstance(target, ast.Name)]
+    return dict.fromkeys(names, modules[_root(node.value)])
 
 
 def _root(node: ast.AST) -> str:

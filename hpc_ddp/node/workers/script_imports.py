@@ -29,6 +29,7 @@ from hpc_ddp.node.workers.module_files import (
 from hpc_ddp.node.workers.script_changes import (
     DEFINITIONS,
     SET_NOTHING,
+    aliases_of,
     change_of,
     has_call,
     may_change_anything,
@@ -265,6 +266,7 @@ def _note_steps(tree: ast.Module, is_script: bool, reading: _Reading) -> set[ast
             reading.steps += _split(node, is_certain)
         elif any(may_change_anything(part, modules) for part in parts_that_run(node)):
             reading.steps.append(node.lineno)
+        modules |= aliases_of(node, modules)
         if isinstance(node, DEFINITIONS):
             modules[node.name] = ""
     return statements
@@ -290,10 +292,11 @@ def _at_top_level(
     body: Sequence[ast.stmt], is_script: bool, is_certain: bool = True
 ) -> Iterator[tuple[ast.stmt, bool]]:
     """Yield each statement of `body` that may run at an import, also statements inside others, and
-    whether it always runs. A statement below ``if``, in a loop, an ``else`` or a handler may not
-    run; without `is_certain`, which says that `body` always runs, no statement is certain.
+    whether it always runs. A statement below ``if``, in a loop, an ``else``, a handler or a
+    ``match`` may not run; without `is_certain`, which says that `body` always runs, no statement is
+    certain.
 
-    Left out are the insides of functions, classes and a ``match``, and of ``if TYPE_CHECKING``.
+    Left out are the insides of functions and classes, and of ``if TYPE_CHECKING``.
     The body of ``if __name__ == "__main__"`` always runs in the script itself, with `is_script`,
     and never in another file.
     """
@@ -312,5 +315,5 @@ def _at_top_level(
             for name in ("body", "finalbody"):
                 yield from _at_top_level(getattr(node, name, ()), is_script, is_straight)
             yield from _at_top_level(getattr(node, "orelse", ()), is_script, False)
-            for handler in getattr(node, "handlers", ()):
-                yield from _at_top_level(handler.body, is_script, False)
+            for branch in (*getattr(node, "handlers", ()), *getattr(node, "cases", ())):
+                yield from _at_top_level(branch.body, is_script, False)

@@ -144,6 +144,9 @@ def test_a_change_before_an_import_is_refused(tmp_path: Path, line: str, change:
         "if __name__ == '__main__':\n    own()",
         "if os:\n    import click",  # it may have to come before torch
         "import compiled",
+        "start = own\nstart()",
+        "from config import *\nunknown()",
+        "match os:\n    case 1:\n        import click",
         "with own():\n    import torch",
     ],
 )
@@ -160,6 +163,8 @@ def test_a_call_wherever_it_runs_comes_before_torch(tmp_path: Path, lines: str) 
         "class A:\n    def main(self):\n        own()",
         "import dataclasses\n@dataclasses.dataclass\nclass A:\n    a: int = dataclasses.field()",
         "if __name__ != '__main__':\n    pass",
+        "from config import *\nprint(', '.join(str(1)))",
+        "import argparse\nparser = argparse.ArgumentParser()\nargs = parser.parse_args()",
     ],
 )
 def test_a_call_that_does_not_run_there_is_harmless(tmp_path: Path, lines: str) -> None:
