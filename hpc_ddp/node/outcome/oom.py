@@ -2,8 +2,8 @@
 
 A worker that the kernel kills dies of SIGKILL without a word. The kernel counts such kills: by
 memory cgroup, by which Slurm holds a job to its ``--mem``, and for the whole machine. Where a site
-has Slurm end the whole step then (OOMKillStep), no supervisor lives to count: Slurm's own lines in
-the job's output tell of the kill.
+has Slurm end the whole step then (OOMKillStep, or OverMemoryKill of its accounting), no supervisor
+lives to count: Slurm's own lines in the job's output tell of the kill.
 """
 
 from __future__ import annotations
@@ -25,8 +25,14 @@ _FILES = {"cgroup": "memory.oom_control", "cgroup2": "memory.events"}
 TAIL_BYTES = 64 * 1024
 # Lines of srun and of slurmstepd; the batch script's own memory is none of the step's.
 _OF_NODE = re.compile(r"^srun: error: (\S+): tasks? [\d,-]+: Out Of Memory", re.M)
+_STEP = r"(?:StepId=|step )\d+\S*\.\d+"
 _OF_STEP = re.compile(
-    r"^slurmstepd\S* .*[Dd]etected \d+ oom[-_]kill event.* StepId=\d+\S*\.\d", re.M
+    rf"^slurmstepd\S* .*(?:detected \d+ oom[-_]kill event.* {_STEP}"
+    rf"|{_STEP} exceeded (?:virtual )?memory limit)"
+    # Of the accounting (OverMemoryKill), which may name no step; but no "at some point", which may
+    # have been a full cache.
+    r"|^(?:slurmstepd|srun)\S* .*exceeded (?:job|step) memory limit\s*$",
+    re.M | re.I,
 )
 
 

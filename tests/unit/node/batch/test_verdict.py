@@ -136,12 +136,31 @@ DETECTED = (
 )
 
 
+OLD_DETECTED = "slurmstepd: error: Detected 1 oom-kill event(s) in step 7.{} cgroup. Some of …\n"
+# As hd0n1 wrote it with JobAcctGatherParams=OverMemoryKill.
+EXCEEDED = (
+    "slurmstepd-n1: error: {} exceeded memory limit (2791518208 > 2726297600), being killed\n"
+)
+
+
 @pytest.mark.parametrize(
     ("output", "why"),
     [
         (DETECTED.format(0), "a process on n1: out of memory: killed by the kernel"),
         ("srun: error: n2: tasks 4-5: Out Of Memory\n", "a process on n2: out of memory: killed"),
         (f"{DETECTED.format(0)}hpc-ddp: attempt 0: no word from n1; it goes on\nx\n", "no word"),
+        (OLD_DETECTED.format(0), "a process on n1: out of memory: killed by the kernel"),
+        (EXCEEDED.format("StepId=7.0"), "a process on n1: out of memory: killed by the kernel"),
+        (EXCEEDED.format("StepId=7+1.0"), "a process on n1: out of memory: killed by the kernel"),
+        (EXCEEDED.format("Step 7.0"), "a process on n1: out of memory: killed by the kernel"),
+        (
+            EXCEEDED.format("StepId=7.0").replace("memory", "virtual memory"),
+            "a process on n1: out of memory: killed by the kernel",
+        ),
+        ("slurmstepd: error: Exceeded job memory limit\n", "a process on n1: out of memory"),
+        ("srun: error: Exceeded step memory limit\n", "a process on n1: out of memory"),
+        (EXCEEDED.format("StepId=7.batch"), "no word from n1, n2"),
+        ("slurmstepd: error: Exceeded step memory limit at some point.\n", "no word from n1, n2"),
         (DETECTED.format("batch"), "no word from n1, n2"),
         ("srun: error: n2: task 4: Killed\n", "no word from n1, n2"),
     ],
@@ -149,7 +168,8 @@ DETECTED = (
 def test_a_step_that_slurm_has_ended_for_memory_is_no_lost_node(
     run: RunFolder, attempt: AttemptFolder, slurm_commands: Slurm, output: str, why: str
 ) -> None:
-    """Under OOMKillStep the supervisors die with their workers; a leak would come for ever."""
+    """Under OOMKillStep and OverMemoryKill the supervisors die with their workers; a leak would
+    come for ever."""
     run.slurm_out.write_text(output)
     _, decided = judge_attempt(run, attempt, step_environ(run), None)
     assert decided.why.startswith(why)
