@@ -101,6 +101,11 @@ class AttemptFacts:
         return self.attempt in attempts_with_progress(self.events)
 
     @property
+    @property
+    def attempts_with_steps(self) -> set[int]:
+        """The numbers of the attempts since the last submit that have done a step."""
+        return {event.attempt for event in self.events if isinstance(event, FirstStep)}
+
     def step(self) -> int | None:
         """The last completed step that the journal has for this attempt, None before the first."""
         return last_step([event for event in self.events if event.attempt == self.attempt])

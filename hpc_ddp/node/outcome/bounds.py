@@ -14,18 +14,19 @@ from typing import NamedTuple
 from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.journal.enums import Bound, Cause
 from hpc_ddp.core.journal.events import (
-    FirstStep,
     JournalEvent,
     NoticeGiven,
     Started,
     VerdictGiven,
     WorkerStarted,
 )
-from hpc_ddp.core.journal.journal import attempts_with_progress, last_event
+from hpc_ddp.core.journal.journal import attempts_with_progress
 from hpc_ddp.node.outcome.attempt_facts import AttemptFacts
 
 NOT_SEEN = "the script saves by itself, if at all, so that its progress can't be seen"
 EARLY_S = 600.0  # after its start a plain script's errors may be those of a node, or of a disk
+# Before retries of starts that have failed in a row; Slurm by itself waits for two minutes.
+PAUSES_S = 0.0, 600.0, 1800.0
 
 
 class Refusal(NamedTuple):
@@ -134,38 +135,45 @@ def _refuse_retry(facts: AttemptFacts) -> Refusal | None:
     may.
 
     None may follow an error of the script that would come again, as many failures as
-    ``max_failures`` permits, or two attempts in a row without a newer checkpoint."""
+    ``max_failures`` permits, or two attempts in a row without a newer checkpoint. Once the run has
+    done steps, of failures before an attempt's first step only ``max_failures`` counts: the start
+    has worked before, and data that are away for a while come back."""
     failure = facts.failure
     is_broken = bool(facts.broken_nodes)  # the next attempt is kept off the broken node
     is_of_script = failure and failure.kind in ("exception", "exit", "left") and not is_broken
-    if is_of_script and not last_event(facts.events, FirstStep):
+    with_steps = facts.attempts_with_steps
+    if is_of_script and not with_steps:
         if not facts.is_plain:
             return Refusal("it came before the first step, and would come again")
         started = facts.find_event(Started)  # steps of a plain script are not known
         if failure and not (started and failure.time > started.time + EARLY_S):
             minutes = f"{EARLY_S / 60:.0f} minutes"
             return Refusal(f"it came in the first {minutes}, and would come again")
-    if failure and failure.is_of_usage and facts.find_event(FirstStep):  # else it may be the node's
+    if failure and failure.is_of_usage and facts.attempt in with_steps:  # else the node's, maybe
         return Refusal("it is an error of the script, and would come again")
     last = facts.verdicts[-1] if facts.verdicts else None
     # A hang is no error of the step: a disk or the network may have stood still.
     error = failure.error if failure and failure.kind not in ("hang", "disk") else ""
     is_same = last and error and (last.error, last.step) == (error, facts.step)
-    if is_same and not (facts.is_plain or is_broken):
+    # A restored checkpoint's step, if any, is that of both attempts where neither did one.
+    if is_same and not is_broken and last and with_steps & {last.attempt, facts.attempt}:
         return Refusal("the same error came at the same step in the attempt before")
     retries = sum(v.cause == Cause.FAILED for v in facts.verdicts)
     if retries >= facts.spec.max_failures:
         were = "retry was" if retries == 1 else "retries were"
         return Refusal(f"{retries} {were} made already (--max-failures)")
     # With the disk away no checkpoint could be read or written: that shows no lack of progress.
-    is_of_disk = failure is not None and failure.kind == "disk"
-    return _refuse_second_without_progress(facts) if facts.is_ours and not is_of_disk else None
+    is_excused = facts.attempt not in with_steps or (failure and failure.kind == "disk")
+    return None if is_excused else _refuse_second_without_progress(facts)
 
 
 def _refuse_second_without_progress(facts: AttemptFacts) -> Refusal | None:
     """Return the reason to give up where the last earlier attempt with a verdict had failed, or run
-    into its time limit, and saved nothing, and nothing was saved since; None otherwise."""
-    last = facts.verdicts[-1] if facts.verdicts else None
+    into its time limit, and saved nothing, and nothing was saved since; None otherwise. Failures
+    before the first step are passed over."""
+    with_steps = facts.attempts_with_steps
+    verdicts = [v for v in facts.verdicts if v.cause != Cause.FAILED or v.attempt in with_steps]
+    last = verdicts[-1] if verdicts else None
     if last is None or last.cause not in (Cause.FAILED, Cause.TIME_LIMIT) or last.progress:
         return None
     # Attempts since then that ended without a verdict, on a lost node say, may have come far.
@@ -177,6 +185,19 @@ def _refuse_second_without_progress(facts: AttemptFacts) -> Refusal | None:
 
 def too_many_silent(
     spec: JobSpec, most_requeues: float, events: Sequence[JournalEvent], numbers: Sequence[int]
+def pause_before_retry(facts: AttemptFacts, cause: Cause) -> float:
+    """Return for how many seconds the next attempt is put off after one that ended with `cause`:
+    more and more of `PAUSES_S` where attempts in a row have failed before their first step, in a
+    run that has done steps, and not by a node's fault; else 0. Data that the start needs, say, may
+    be away for longer. Raise as `find_refusal`."""
+    with_steps = facts.attempts_with_steps
+    if cause != Cause.FAILED or facts.broken_nodes or not with_steps:
+        return 0.0
+    numbers = [facts.attempt, *(v.attempt for v in reversed(facts.verdicts) if v.cause == cause)]
+    count = len(list(takewhile(lambda number: number not in with_steps, numbers)))
+    return PAUSES_S[min(max(count - 1, 0), len(PAUSES_S) - 1)]
+
+
 ) -> str | None:
     """Return the reason why no attempt may follow the last one; None where one may, and where
     `numbers` is empty.

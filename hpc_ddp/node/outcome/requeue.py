@@ -101,7 +101,7 @@ def carry_out_verdict(
         if is_interactive:
             say(f"go on with: hpc-ddp submit --backend salloc --run {run.quoted}")
             return CAN_GO_ON
-        return _requeue(run, attempt, environ, facts)
+        return _requeue(run, attempt, environ, facts, verdict.pause_s)
     if verdict.cause == Cause.SUPERSEDED and facts.bad_nodes and run.is_newest(facts.attempt):
         # Slurm itself has requeued the job, since it has lost a node.
         keep_off(run, own_id(environ), _last_moment(attempt, environ))
@@ -109,12 +109,17 @@ def carry_out_verdict(
 
 
 def _requeue(
-    run: RunFolder, attempt: AttemptFolder, environ: dict[str, str], facts: AttemptFacts
+    run: RunFolder,
+    attempt: AttemptFolder,
+    environ: dict[str, str],
+    facts: AttemptFacts,
+    pause_s: float,
 ) -> int:
     """Requeue the job, if this attempt still is its current one; return the batch script's exit
-    code. After a requeue the job is kept off bad nodes, has its full time limit again, and Slurm
-    ends the batch shell. Where the site refuses the requeue, a new job is queued; where it refuses
-    that, too, both are tried again after each of `REFUSED_PAUSES_S`.
+    code. After a requeue the job is kept off bad nodes, has its full time limit again, is put off
+    by `pause_s` seconds, and Slurm ends the batch shell. Where the site refuses the requeue, a new
+    job is queued; where it refuses that, too, both are tried again after each of
+    `REFUSED_PAUSES_S`.
 
     The code is 0 if the run goes on, also where this attempt is not the current one. It is
     `CAN_GO_ON` where the user has cancelled the run, where the job is over by now, where
@@ -139,7 +144,7 @@ def _requeue(
             continue
         if job.restarts != facts.restarts or not run.is_newest(facts.attempt):
             if may_be_done and job.restarts == facts.restarts + 1:  # by the try without an answer
-                _prepare_next_start(run, facts, job_id, job, give_up)
+                _prepare_next_start(run, facts, job_id, job, give_up, pause_s)
                 return 0
             say(f"attempt {facts.attempt} is no longer the job's current one: left alone")
             return 0
@@ -171,7 +176,7 @@ def _requeue(
             # would then run beside the old one. So the next round asks before it queues one.
             is_refused, job = True, None
         else:
-            _prepare_next_start(run, facts, job_id, job, give_up)
+            _prepare_next_start(run, facts, job_id, job, give_up, pause_s)
             return 0  # at once: Slurm would wait KillWait for a shell that lives on
     return _leave_to_the_user(run)
 
@@ -186,14 +191,28 @@ def _is_over(job: Job) -> bool:
 
 
 def _prepare_next_start(
-    run: RunFolder, facts: AttemptFacts, job_id: str, job: Job, give_up: float
+    run: RunFolder, facts: AttemptFacts, job_id: str, job: Job, give_up: float, pause_s: float
 ) -> None:
     """Keep a requeued job off bad nodes (`keep_off`, which waits for Slurm until `give_up`), and,
-    unless it was preempted, give it its full time limit. `job` is Slurm's last record of the job.
-    Raises OSError if the journal can't be read."""
+    unless it was preempted, give it its full time limit, and put it off by `pause_s` seconds. `job`
+    is Slurm's last record of the job. Raises OSError if the journal can't be read."""
     keep_off(run, job_id, give_up)
     if not job.preempted:  # a preempted job can't be changed before its next start
         _restore_limit(facts.spec, job_id, job.limit_s)
+        _put_off(job_id, pause_s)
+
+
+def _put_off(job_id: str, pause_s: float) -> None:
+    """Have Slurm start a waiting job in `pause_s` seconds at the earliest, and print so; do nothing
+    for 0. A refusal of Slurm is printed, and leaves the job as it is."""
+    if not pause_s:
+        return
+    try:
+        slurm.update_job(job_id, f"StartTime=now+{pause_s:.0f}")
+    except HpcDdpError as error:
+        say(error.message)
+    else:
+        say(f"it starts in {pause_s / 60:.0f} minutes at the earliest: what it lacks may come back")
 
 
 def _restore_limit(spec: JobSpec, job_id: str, limit_s: float | None) -> None:
@@ -272,11 +291,12 @@ def _end_link(
 ) -> int:
     """End one job of a chain; return the batch script's exit code.
 
-    If the verdict is a requeue, the next job, which waits already, is kept off bad nodes. A next
-    job that is missing, or over already, is queued anew, unless a person has cancelled it. The code
-    is then 0, or `CAN_GO_ON` where there is no next job. After any other verdict the next job is
-    cancelled, unless the attempt is superseded, and the code is the verdict's own. Refusals of
-    Slurm are printed. Raises OSError if the run's folder can't be read or written.
+    If the verdict is a requeue, the next job, which waits already, is kept off bad nodes and put
+    off by the verdict's pause. A next job that is missing, or over already, is queued anew, unless
+    a person has cancelled it. The code is then 0, or `CAN_GO_ON` where there is no next job. After
+    any other verdict the next job is cancelled, unless the attempt is superseded, and the code is
+    the verdict's own. Refusals of Slurm are printed. Raises OSError if the run's folder can't be
+    read or written.
     """
     link = attempt.link
     if verdict.action == Action.REQUEUE:
@@ -288,6 +308,8 @@ def _end_link(
             link = None
         if link and facts.bad_nodes:
             keep_off(run, link.id, give_up)
+        if link:
+            _put_off(link.id, verdict.pause_s)
         if link or _queue_new_job(run, attempt, environ):
             return 0
         return _leave_to_the_user(run)

@@ -30,7 +30,7 @@ from hpc_ddp.core.journal.enums import END_OF_TIME, Action, Cause, EndKind, Stop
 from hpc_ddp.core.journal.events import Finished, Stopped, TrainingBegun
 from hpc_ddp.core.journal.journal import last_event
 from hpc_ddp.node.outcome.attempt_facts import AttemptFacts, silent_nodes
-from hpc_ddp.node.outcome.bounds import Refusal, find_refusal
+from hpc_ddp.node.outcome.bounds import Refusal, find_refusal, pause_before_retry
 from hpc_ddp.node.outcome.first_failure import early_exits
 
 UNFINISHED = f"{EARLY_EXIT}; what came after its last checkpoint is lost"
@@ -43,7 +43,8 @@ CANCELLED_CODE = 143  # 128 + SIGTERM, as a shell would report it
 @dataclass(frozen=True)
 class Verdict:
     """The end of an attempt (`cause`, `kind`), what follows (`action`), the reason in words, the
-    exit code of the batch script, and the bound by which the run is given up."""
+    exit code of the batch script, the bound by which the run is given up, and the seconds for which
+    the next attempt is put off."""
 
     cause: Cause
     action: Action
@@ -51,6 +52,7 @@ class Verdict:
     exit_code: int = 0
     kind: EndKind | None = None
     refusal: Refusal | None = None
+    pause_s: float = 0.0
 
 
 def decide(facts: AttemptFacts) -> Verdict:
@@ -71,7 +73,8 @@ def decide(facts: AttemptFacts) -> Verdict:
         return Verdict(Cause.FAILED, Action.GIVE_UP, why, 1, kind)
     refusal = find_refusal(facts, cause)
     if refusal is None:
-        return Verdict(cause, Action.REQUEUE, why, kind=kind)
+        pause_s = pause_before_retry(facts, cause)
+        return Verdict(cause, Action.REQUEUE, why, kind=kind, pause_s=pause_s)
     code = facts.failure.exit_code if facts.failure and cause == Cause.FAILED else 1
     return Verdict(cause, Action.GIVE_UP, f"{why}; {refusal.text}", code, kind, refusal)
 

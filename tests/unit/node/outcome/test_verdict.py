@@ -392,11 +392,11 @@ def test_a_hang_is_retried_like_a_lost_connection() -> None:
     error = "HangError: no step for 1800 s at step 7; stacks in /r/logs/n1/stack-rank-0.txt"
     last = event_of("verdict", cause="failed", action="requeue", error=error, step=7, progress=True)
     events = [event_of("first_step", 1, step=5), event_of("failed", 1, step=7)]
-    records = failed_records(error=error)
-    verdict = decide_by(attempt=1, records=records, events=[last, *events])
+    begun, records = event_of("first_step", 0, step=1), failed_records(error=error)
+    verdict = decide_by(attempt=1, records=records, events=[begun, last, *events])
     assert (verdict.cause, verdict.action) == ("failed", "requeue")
     assert error in verdict.why
-    stuck = [changed(last, progress=False), *events]
+    stuck = [begun, changed(last, progress=False), *events]
     assert decide_by(attempt=1, records=records, events=stuck).action == "give up"
 
 
@@ -470,14 +470,57 @@ def test_a_disk_that_does_not_answer_a_restore_is_tried_again() -> None:
     assert decide_by(records=failed_records(error=error, code=1), events=[]).action == "give up"
 
 
+@pytest.mark.parametrize("is_restored", [False, True])
+@pytest.mark.parametrize(
+    ("failure", "pauses"),
+    [
+        ({"error": "FileNotFoundError: [Errno 2] No such file or directory: '/d/x.pt'"}, True),
+        ({"error": "", "code": -9}, True),
+        ({"error": "OSError: [Errno 19] No such device: '/d/x.pt'"}, False),  # a node's fault
+    ],
+)
+def test_a_start_that_has_worked_before_is_tried_again(
+    failure: dict[str, Any], pauses: bool, is_restored: bool
+) -> None:
+    """Data were away for 39 s at a requeue, and the run was given up at the second try."""
+    events = [event_of("first_step", 0, step=1), event_of("checkpoint", 0, step=200)]
+    events.append(event_of("verdict", 0, cause="preempted", progress=True, step=200))
+    pauses_s = []
+    for attempt in range(1, 5):
+        if is_restored:
+            events.append(event_of("restored", attempt, step=200))
+        records = failed_records(**failure)
+        verdict = decide_by(records=records, attempt=attempt, events=events)
+        if verdict.action == Action.REQUEUE:
+            pauses_s.append(verdict.pause_s)
+        values = {"cause": "failed", "error": failure["error"], "progress": False}
+        step = 200 if is_restored else None
+        events.append(event_of("verdict", attempt, **values, step=step))
+    assert pauses_s == ([0.0, 600.0, 1800.0] if pauses else [0.0] * 3)
+    assert verdict.why.endswith("; 3 retries were made already (--max-failures)")
+    # It has come back; a failure after some steps is the first one without a newer checkpoint.
+    again = [*events[:5], event_of("first_step", 2, step=201)]
+    verdict = decide_by(records=failed_records(error="", code=-9), attempt=2, events=again)
+    assert (verdict.action, verdict.pause_s) == ("requeue", 0.0)
+
+
+def test_an_error_at_the_step_of_the_checkpoint_is_not_retried() -> None:
+    """The next attempt comes to it before it has done a step."""
+    begun = [event_of("first_step", 0, step=1), event_of("checkpoint", 0, step=200)]
+    values = {"cause": "failed", "error": "ValueError: boom", "progress": True, "step": 200}
+    events = [*begun, event_of("verdict", 0, **values), event_of("restored", 1, step=200)]
+    verdict = decide_by(records=failed_records(), attempt=1, events=events)
+    assert verdict.why.endswith("the same error came at the same step in the attempt before")
+
+
 def test_two_attempts_without_progress_end_it() -> None:
     first = event_of(
         "verdict", 0, cause="failed", action="requeue", error="", step=2, progress=False
     )
-    events = [first, event_of("first_step", 1, step=1)]
+    events = [event_of("first_step", 0, step=1), first, event_of("first_step", 1, step=1)]
     verdict = decide_by(attempt=1, records=failed_records(error="", code=-9), events=events)
     assert "without a newer checkpoint" in verdict.why
-    preempted = [changed(first, cause=Cause.PREEMPTED), *events[1:]]
+    preempted = [changed(first, cause=Cause.PREEMPTED), events[2]]
     assert (
         decide_by(attempt=1, records=failed_records(error="", code=-9), events=preempted).action
         == "requeue"
@@ -488,10 +531,11 @@ def test_progress_of_an_attempt_that_was_lost_without_a_verdict_counts() -> None
     first = event_of(
         "verdict", 0, cause="failed", action="requeue", error="", step=2, progress=False
     )
-    lost = [event_of("first_step", 1, step=1), event_of("checkpoint", 1, step=90)]
+    begun = [event_of("first_step", attempt, step=1) for attempt in range(3)]
+    events = [begun[0], first, begun[1], event_of("checkpoint", 1, step=90), begun[2]]
     killed = failed_records(error="", code=-9)
-    assert decide_by(attempt=2, records=killed, events=[first, *lost]).action == "requeue"
-    assert decide_by(attempt=2, records=killed, events=[first, lost[0]]).action == "give up"
+    assert decide_by(attempt=2, records=killed, events=events).action == "requeue"
+    assert decide_by(attempt=2, records=killed, events=[*begun, first]).action == "give up"
 
 
 def test_failures_have_a_budget() -> None:

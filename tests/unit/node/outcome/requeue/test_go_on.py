@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from hpc_ddp.core.file_io import read_json
+from hpc_ddp.core.file_io import read_json, write_json
 from hpc_ddp.core.journal.enums import Action, Cause
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node.outcome import requeue
@@ -67,6 +67,29 @@ def test_a_job_that_got_a_part_of_its_time_may_have_all_of_it_again(
     assert end(time="12:00:00", time_min="30") == 0
     kept = "the next attempt has the time limit of this one, and not 12:00:00"
     assert printed == [f"{kept}: scontrol refused: Access denied"]
+
+
+@pytest.mark.parametrize("is_chain", [False, True])
+def test_a_job_is_put_off_by_the_verdicts_pause(
+    slurm_commands: Slurm,
+    end: Callable[..., int],
+    run: RunFolder,
+    printed: list[str],
+    is_chain: bool,
+) -> None:
+    job_id, options = "7", {}
+    if is_chain:
+        job_id, options = "8", {"continue_by": "resubmit"}
+        write_json(run.attempt(0).path / "next.json", {"job_id": "8"})
+    slurm_commands.answer("scontrol", SHOWN_JOB.format("PENDING" if is_chain else "RUNNING", 2))
+    decided = Verdict(Cause.FAILED, Action.REQUEUE, "", pause_s=600.0)
+    assert end(decided, **options) == 0
+    assert changes_of(slurm_commands)[-1] == ["update", f"JobId={job_id}", "StartTime=now+600"]
+    assert printed == ["it starts in 10 minutes at the earliest: what it lacks may come back"]
+    refusal = "case $1 in update) echo Access denied >&2; exit 1;; esac; "
+    slurm_commands.answer_by("scontrol", refusal + RUNNING)
+    assert end(decided, **options) == 0
+    assert printed[1:] == ["scontrol refused: Access denied"]
 
 
 def test_a_limit_that_an_operator_has_raised_stays(
