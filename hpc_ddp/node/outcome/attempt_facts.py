@@ -16,6 +16,7 @@ from hpc_ddp.core.journal.events import (
     JournalEvent,
     NoticeGiven,
     PreflightEnded,
+    Started,
     Stopped,
     VerdictGiven,
     WorkerStarted,
@@ -101,11 +102,11 @@ class AttemptFacts:
         return self.attempt in attempts_with_progress(self.events)
 
     @property
-    @property
     def attempts_with_steps(self) -> set[int]:
         """The numbers of the attempts since the last submit that have done a step."""
         return {event.attempt for event in self.events if isinstance(event, FirstStep)}
 
+    @property
     def step(self) -> int | None:
         """The last completed step that the journal has for this attempt, None before the first."""
         return last_step([event for event in self.events if event.attempt == self.attempt])
@@ -122,11 +123,20 @@ class AttemptFacts:
 
     @property
     def broken_nodes(self) -> list[str]:
-        """The node of `failure`, if that is an error of the machine, and the job has several nodes,
-        of which no other has such an error; else []."""
-        nodes = {failure.node for failure in self._failures if failure.is_of_machine}
-        is_alone = self.failure and nodes == {self.failure.node} and len(self.nodes) > 1
-        return [*nodes] if is_alone else []
+        """The node of `failure`, in a list, if that is an error of the machine that no other node
+        has had: in this attempt, or, for a job of one node, the same error in the attempt before.
+        Else [], and for a job of one node on this machine, without Slurm. Raises as `failure`."""
+        failure, last = self.failure, next(reversed(self.verdicts), None)
+        nodes = {failed.node for failed in self._failures if failed.is_of_machine}
+        if failure is None or nodes != {failure.node}:
+            return []
+        if len(self.nodes) == 1:  # no peer has shown that the script runs elsewhere
+            started = self.find_event(Started)
+            is_local = started is not None and started.pid is not None
+            is_of_script = last and last.error == failure.error and last.node != failure.node
+            if is_local or is_of_script:
+                return []
+        return [*nodes]
 
     @property
     def unfit(self) -> PreflightEnded | None:
@@ -161,6 +171,6 @@ def silent_nodes(
 
 
 def keep_few(silent: Sequence[str], nodes: Sequence[str]) -> Sequence[str]:
-    """Return `silent`, the silent nodes among an attempt's `nodes`, where they are few: one of
-    three or more nodes, or at most a tenth. Else [], since the cause may then be anywhere."""
-    return silent if len(nodes) > 2 and len(silent) <= max(1, len(nodes) // 10) else []
+    """Return `silent`, the silent nodes among an attempt's `nodes`, where they are few: one, or at
+    most a tenth. Else [], since the cause may then be anywhere."""
+    return silent if len(silent) <= max(1, len(nodes) // 10) else []

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from itertools import takewhile
 from typing import NamedTuple
 
@@ -24,9 +25,9 @@ from hpc_ddp.core.journal.journal import attempts_with_progress
 from hpc_ddp.node.outcome.attempt_facts import AttemptFacts
 
 NOT_SEEN = "the script saves by itself, if at all, so that its progress can't be seen"
-EARLY_S = 600.0  # after its start a plain script's errors may be those of a node, or of a disk
 # Before retries of starts that have failed in a row; Slurm by itself waits for two minutes.
 PAUSES_S = 0.0, 600.0, 1800.0
+EARLY_S = 600.0  # after its start a plain script's errors may be those of a node, or of a disk
 
 
 class Refusal(NamedTuple):
@@ -51,7 +52,8 @@ def find_refusal(facts: AttemptFacts, cause: Cause) -> Refusal | None:
             return Refusal(f"the preflights of {len(row) + 1} attempts in a row have failed")
     if cause == Cause.NODE_LOST and facts.step is None:
         # Maybe no node was lost, and nothing can start here: a wrong --python, a full disk.
-        row = list(takewhile(never_began, reversed(facts.verdicts)))
+        is_alone = len(facts.nodes) == 1
+        row = list(takewhile(partial(never_began, is_alone=is_alone), reversed(facts.verdicts)))
         if len(row) >= spec.max_failures and not facts.lost_nodes:
             return Refusal(f"nothing was heard of the workers in {len(row) + 1} attempts")
     count = _count_without_progress(facts, cause)
@@ -183,8 +185,6 @@ def _refuse_second_without_progress(facts: AttemptFacts) -> Refusal | None:
     return _no_progress("two attempts in a row have ended without a newer checkpoint")
 
 
-def too_many_silent(
-    spec: JobSpec, most_requeues: float, events: Sequence[JournalEvent], numbers: Sequence[int]
 def pause_before_retry(facts: AttemptFacts, cause: Cause) -> float:
     """Return for how many seconds the next attempt is put off after one that ended with `cause`:
     more and more of `PAUSES_S` where attempts in a row have failed before their first step, in a
@@ -198,6 +198,8 @@ def pause_before_retry(facts: AttemptFacts, cause: Cause) -> float:
     return PAUSES_S[min(max(count - 1, 0), len(PAUSES_S) - 1)]
 
 
+def too_many_silent(
+    spec: JobSpec, most_requeues: float, events: Sequence[JournalEvent], numbers: Sequence[int]
 ) -> str | None:
     """Return the reason why no attempt may follow the last one; None where one may, and where
     `numbers` is empty.
@@ -234,9 +236,11 @@ def most_in_a_row(spec: JobSpec) -> int:
     return 3 * max(1, spec.max_failures)
 
 
-def never_began(verdict: VerdictGiven) -> bool:
-    """Tell whether a verdict is `NODE_LOST` before the first step, and blames no node."""
-    return verdict.cause == Cause.NODE_LOST and verdict.step is None and not verdict.bad_nodes
+def never_began(verdict: VerdictGiven, is_alone: bool) -> bool:
+    """Tell whether a verdict is `NODE_LOST` before the first step, and blames no node, or the only
+    one: with `is_alone` the job has one node, which is blamed each time."""
+    is_excused = verdict.bad_nodes and not is_alone
+    return verdict.cause == Cause.NODE_LOST and verdict.step is None and not is_excused
 
 
 def ended_silently(verdict: VerdictGiven) -> bool:

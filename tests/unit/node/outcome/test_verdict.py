@@ -621,8 +621,40 @@ def test_an_error_of_one_nodes_machine_comes_again_on_that_node_alone(error: str
     on_both = replace(facts, records=(record_of("n1", error=error), broken))
     assert decide(on_both).action == "give up"
     assert not on_both.bad_nodes
-    alone = replace(facts, nodes=("n2",), records=(broken,))
-    assert decide(alone).action == "give up"
+
+
+@pytest.mark.parametrize("script", ["plain", "begun", "with progress"])
+def test_an_error_of_the_only_nodes_machine_is_the_scripts_once_another_node_has_it(
+    script: str,
+) -> None:
+    """Most jobs have one node; Slurm gives a requeued one the same, since it is free."""
+    error = "RuntimeError: No CUDA GPUs are available"
+    steps = [event_of("first_step", 0, step=1), event_of("checkpoint", 0, step=40)]
+    began = {"plain": [], "begun": [event_of("worker", 1, began=None, called=1.0)]}
+    facts = replace(BASE, nodes=("n1",), records=(record_of("n1", error=error),), attempt=1)
+    facts = replace(facts, events=began.get(script, steps))
+    assert (decide(facts).action, facts.bad_nodes) == ("requeue", ["n1"])
+
+    def judge_again(node: str, count: int = 1, error_before: str = error) -> tuple[str, list[str]]:
+        values = {"cause": "failed", "action": "requeue", "node": node, "error": error_before}
+        verdicts = [event_of("verdict", 1 + k, **values, bad_nodes=[node]) for k in range(count)]
+        again = replace(facts, events=[*facts.events, *verdicts], attempt=1 + count)
+        return decide(again).action, [*again.bad_nodes]
+
+    # There is no node to go to, or the other one has another fault.
+    assert judge_again("n1", 2) == ("requeue", ["n1"])
+    assert judge_again("n1", 3) == ("give up", ["n1"])
+    assert judge_again("n2", error_before="OSError: [Errno 5] I/O error") == ("requeue", ["n1"])
+    action = "requeue" if script == "with progress" else "give up"
+    assert judge_again("n2") == (action, [])
+
+
+def test_an_error_of_this_very_machine_is_not_tried_again_without_slurm() -> None:
+    """In a dry run, as of a script for GPUs."""
+    records = (record_of("local-0", error="RuntimeError: No CUDA GPUs are available"),)
+    events = [event_of("started", host="h", pid=7, began="x", nodes=["local-0"])]
+    facts = replace(BASE, nodes=("local-0",), records=records, events=events, job=None)
+    assert (decide(facts).action, facts.bad_nodes) == ("give up", [])
 
 
 def test_steps_of_a_plain_script_are_not_known() -> None:
@@ -652,9 +684,12 @@ def test_a_job_that_must_not_start_twice_does_not() -> None:
         assert decide_by(events=events, **facts).action == "requeue"
 
 
-def test_a_step_that_never_starts_is_given_up() -> None:
-    before = [event_of("verdict", k, cause="node lost", action="requeue") for k in range(3)]
-    verdict = decide_by(records=(), attempt=3, events=before)
+@pytest.mark.parametrize("nodes", [("n1",), ("n1", "n2")])
+def test_a_step_that_never_starts_is_given_up(nodes: tuple[str, ...]) -> None:
+    blamed = [*nodes] if len(nodes) == 1 else []  # the only node, each time
+    lost = {"cause": "node lost", "action": "requeue", "bad_nodes": blamed}
+    before = [event_of("verdict", k, **lost) for k in range(3)]
+    verdict = decide_by(records=(), attempt=3, events=before, nodes=nodes)
     assert (verdict.action, verdict.exit_code) == ("give up", 1)
     assert "nothing was heard" in verdict.why
     stepped = [*before, event_of("first_step", 3, step=1)]
