@@ -125,9 +125,11 @@ def _begin(environ: dict[str, str]) -> dict[str, str] | None:
         link_job(own_job, run)
     if spec.continue_by == "resubmit" and INTERACTIVE not in environ:
         chain.queue_next_link(run, attempt, environ)
-    end_time = _end_of(ask_about_job(job_id))
-    end = math.inf if end_time is None else end_time
-    env = attempt_env(run, attempt, len(nodes), end if math.isfinite(end) else None, spec)
+    job = ask_about_job(job_id)
+    if job and job.preempted:  # in the set-up lines, say: Slurm signals no step that begins later
+        patiently(partial(attempt.notice.write_text, NoticeSource.PREEMPTION))
+    end = _end_of(job)
+    env = attempt_env(run, attempt, len(nodes), None if end == math.inf else end, spec)
     values = replace(
         env,
         restarts=restarts,
@@ -186,7 +188,7 @@ def attempt_env(
 
 
 def _own_job(environ: dict[str, str]) -> JobRef:
-    """Return the job in which this process runs; raise KeyError outside of a job."""
+    """Return the job of this process; raise KeyError outside of a job."""
     return JobRef(environ["SLURM_JOB_ID"], environ.get("SLURM_CLUSTER_NAME", ""))
 
 
@@ -196,16 +198,14 @@ def give_warning(environ: dict[str, str]) -> None:
     Slurm may send the signal up to a minute early: this waits until the warning is due, and
     meanwhile keeps ``end-time`` up to date. It does not wait at a preemption, which some sites
     announce by the signal too, or where Slurm does not tell the end of the job's time. Raise
-    OSError if the notice can't be written.
-    """
+    OSError if the notice can't be written."""
     job = ask_about_job(environ["SLURM_JOB_ID"])
     while job and not job.preempted and (end_time := _end_of(job)) is not None:
         note_end_time(environ, end_time)
         if not _await_warning(environ, end_time):
             break
         job = ask_about_job(environ["SLURM_JOB_ID"])
-    is_preemption = job is not None and job.preempted
-    source = NoticeSource.PREEMPTION if is_preemption else NoticeSource.WARNING_SIGNAL
+    source = NoticeSource.PREEMPTION if job and job.preempted else NoticeSource.WARNING_SIGNAL
     attempt_of(environ).notice.write_text(source)
 
 
@@ -214,15 +214,18 @@ def watch_end_time(environ: dict[str, str]) -> None:
     be warned, a preemption begins, or the user has interrupted the script in an allocation.
 
     An operator may extend or shorten a limit, and a job that was suspended ends later. Slurm is
-    asked more often towards the end, some 54 times in a day; without an answer the last one counts.
-    """
-    end_time = _end_time(environ)
-    while _await_warning(environ, end_time):
+    asked more often at first and towards the end; without an answer the last one counts. A
+    preemption becomes the attempt's notice, as Slurm's signal reaches no step that begins later."""
+    end_time, most_s = _end_time(environ), ASK_LEAST_S
+    while _await_warning(environ, end_time, most_s):
+        most_s = min(2 * most_s, ASK_MOST_S)
         job = ask_about_job(environ["SLURM_JOB_ID"], is_quiet=True)
         if read_word(attempt_of(environ).notice) == NoticeSource.INTERRUPTED:
             return  # `give_notice_of_interrupt` has noted an end before the allocation's
-        if job and job.preempted:
-            return  # Slurm now tells the end of the grace time, and has signalled the supervisors
+        if job and job.preempted:  # Slurm now tells the end of the grace time
+            with contextlib.suppress(OSError):
+                attempt_of(environ).notice.write_text(NoticeSource.PREEMPTION)
+            return
         if (new_end := _end_of(job)) is not None:
             end_time = new_end
             note_end_time(environ, end_time)
@@ -254,7 +257,7 @@ def give_notice_of_interrupt(environ: dict[str, str]) -> None:
 
 def note_end_time(environ: dict[str, str], end_time: float) -> None:
     """Write an end time (unix seconds, or inf) into the attempt's ``end-time``, if it is more than
-    `SAME_S` from the noted end time. An OSError is passed over: the nodes keep to the noted one."""
+    `SAME_S` from the noted one. An OSError is passed over: the nodes keep to the noted one."""
     path = attempt_of(environ).end_time
     noted_end = read_seconds(path) or _end_time(environ)
     if abs(end_time - noted_end) > SAME_S:  # False for inf and inf, whose difference is NaN
@@ -262,13 +265,14 @@ def note_end_time(environ: dict[str, str], end_time: float) -> None:
             path.write_text(f"{end_time:.0f}")
 
 
-def _await_warning(environ: dict[str, str], end_time: float) -> bool:
-    """Sleep for a share of the time until the nodes' warning is due, and return True; if it is due,
-    return False at once. `end_time` is the end of the job's time in unix seconds, or inf."""
+def _await_warning(environ: dict[str, str], end_time: float, most_s: float = ASK_MOST_S) -> bool:
+    """Sleep for a share of the time until the nodes' warning is due, `most_s` seconds at most, and
+    return True; if it is due, return False at once. `end_time` is the end of the job's time in unix
+    seconds, or inf."""
     early_s = end_time - AttemptEnv.from_env(environ).warn_s - time.time()
     if early_s <= 0:
         return False
-    time.sleep(min(early_s, max(ASK_LEAST_S, ASK_SHARE * early_s), ASK_MOST_S))
+    time.sleep(min(early_s, max(ASK_LEAST_S, ASK_SHARE * early_s), most_s))
     return True
 
 
@@ -301,8 +305,7 @@ def give_verdict(environ: dict[str, str]) -> int:
     environment from before the set-up lines. Return the exit code for the batch script.
 
     While the job is suspended, this waits first. Refusals of Slurm are printed, and show in the
-    code. Raises as `judge_attempt`, and OSError for a run folder that can't be used.
-    """
+    code. Raises as `judge_attempt`, and OSError for a run folder that can't be used."""
     env = AttemptEnv.from_env(environ)
     run, attempt = env.run_folder, env.attempt_folder
     job = requeue.await_settled_job(environ["SLURM_JOB_ID"])

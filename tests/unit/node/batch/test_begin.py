@@ -67,6 +67,19 @@ def test_the_step_gets_its_variables(controller: Slurm, run: RunFolder) -> None:
     assert not (run.attempt(0).path / "next.json").exists()
 
 
+@pytest.mark.parametrize(
+    ("preempted", "notice"), [("None", ""), ("2026-11-21T10:00:30", "preemption")]
+)
+def test_a_preemption_in_the_set_up_lines_is_the_attempts_notice(
+    controller: Slurm, run: RunFolder, preempted: str, notice: str
+) -> None:
+    """Slurm signals the steps that there are, and no later one."""
+    write_spec(run, nodes=2)
+    answer_scontrol(controller, show_job(preempted=preempted))
+    assert begin(job_environ(run)) is not None
+    assert run.attempt(0).notice.read_text() == notice
+
+
 def test_two_runs_of_one_allocation_do_not_meet(
     controller: Slurm, run: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,7 +22,7 @@ def limits(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> Callable[..., list[
     """Have Slurm give a job one end after the other, each from a time on, None for no answer;
     return when it was asked."""
 
-    def set_limits(is_preempted: bool = False, **ends: float | None) -> list[float]:
+    def set_limits(preempted_at: float = math.inf, **ends: float | None) -> list[float]:
         asked_at: list[float] = []
 
         def ask(job_id: str, is_quiet: bool = False) -> Any:
@@ -31,7 +31,7 @@ def limits(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> Callable[..., list[
             if end is None:
                 return None
             left_s = end - clock.now
-            return SimpleNamespace(end_time=end, left_s=left_s, preempted=is_preempted)
+            return SimpleNamespace(end_time=end, left_s=left_s, preempted=clock.now >= preempted_at)
 
         monkeypatch.setattr(batch, "ask_about_job", ask)
         return asked_at
@@ -60,7 +60,7 @@ def test_a_warning_is_passed_on_in_time(
     word: str,
     slept: float,
 ) -> None:
-    limits(is_preempted, _0=None if end_in is None else clock.now + end_in)
+    limits(0.0 if is_preempted else math.inf, _0=None if end_in is None else clock.now + end_in)
     give_warning(step_environ(run, HPC_DDP_WARN_S=warn_s))
     assert attempt.notice.read_text() == word
     assert sum(clock.slept) == pytest.approx(slept)
@@ -91,7 +91,7 @@ def test_the_end_time_is_queried_repeatedly(
         return
     assert asked_at[-1] == pytest.approx(last)  # just before the nodes are warned
     assert attempt.end_time.read_text() == (f"{later:.0f}" if later else "")
-    assert len(asked_at) < 90
+    assert len(asked_at) < 100
 
 
 def test_a_later_time_limit_is_used(
@@ -114,6 +114,22 @@ def test_the_end_of_an_interrupted_run_is_not_put_off(
     attempt.end_time.write_text("60")
     batch.watch_end_time(step_environ(run, HPC_DDP_WARN_S="5", HPC_DDP_END_TIME="300"))
     assert attempt.end_time.read_text() == "60"
+
+
+@pytest.mark.parametrize("since", [0.0, 12.0, 100.0])
+def test_a_preemption_while_the_step_starts_becomes_the_notice_soon(
+    clock: Clock,
+    run: RunFolder,
+    attempt: AttemptFolder,
+    limits: Callable[..., list[float]],
+    since: float,
+) -> None:
+    """Slurm's signal reached no supervisor: a script trained through its whole grace time."""
+    clock.now = 0.0
+    asked_at = limits(_0=86_400.0, preempted_at=since)
+    batch.watch_end_time(step_environ(run, HPC_DDP_WARN_S="60", HPC_DDP_END_TIME="86400"))
+    assert attempt.notice.read_text() == "preemption"
+    assert asked_at[-1] <= 2 * since + 5.0
 
 
 def test_a_warning_that_came_before_the_limit_was_extended_waits(
