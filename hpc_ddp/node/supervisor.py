@@ -120,6 +120,9 @@ class Supervisor:
             self._poll(child)
             if head_gone and head_gone.is_set() and not self._kill_at:
                 self._kill_at = time.monotonic()
+        self.signals.wait_for_late_notice(child.returncode)
+        if name := self.signals.take():
+            self._heed(name, child)
         self.growth.note_all()
         return self._conclude(child.returncode)
 
@@ -162,15 +165,11 @@ class Supervisor:
         polled_at, self._polled_at = self._polled_at, now
         if now - polled_at > STOOD_STILL_S:  # Slurm has another end time
             self._woke_at = now
-        if self.signals.seen:
-            name = signal.Signals(self.signals.seen[0]).name
-            self.signals.seen.clear()
-            if peer := self._failed_peer():  # srun sends SIGTERM, too, where a task has failed
-                self._tear_down(peer)
-            else:
-                self._give_notice(name, child)
+        if name := self.signals.take():
+            self._heed(name, child)
         if self.watch.begin_look_if_due():
-            self._look_at_attempt(child)
+            self._heed(read_word(self.place.attempt.notice), child)
+            self._read_end_time()
         if now >= self._next_poll:
             self._next_poll = now + POLL_EVERY_S
             self._poll_node(child, now)
@@ -200,14 +199,13 @@ class Supervisor:
         if self.launch.peers:
             say(text)
 
-    def _look_at_attempt(self, child: subprocess.Popen[bytes]) -> None:
-        """Read the attempt's ``failed`` (tear the workers down for a failed peer), else ``notice``
-        (pass it on to the workers); then ``end-time``."""
+    def _heed(self, source: str, child: subprocess.Popen[bytes]) -> None:
+        """Tear the workers down where the attempt's ``failed`` names a peer: srun sends SIGTERM
+        then, too. Else give them the notice `source`, '' for none."""
         if peer := self._failed_peer():
             self._tear_down(peer)
-        elif word := read_word(self.place.attempt.notice):
-            self._give_notice(word, child)
-        self._read_end_time()
+        elif source:
+            self._give_notice(source, child)
 
     def _poll_node(self, child: subprocess.Popen[bytes], now: float) -> None:
         """Write the beat for the workers, copy rank 0's output, note the growth of logs and compare

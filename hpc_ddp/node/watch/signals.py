@@ -5,9 +5,12 @@ from __future__ import annotations
 import select
 import signal
 import socket
+import time
 from types import FrameType
 
 from hpc_ddp.core.process import NOTICE_SIGNALS
+
+LATE_S = 0.3  # how much later than its child this process may get a signal to the whole step
 
 
 class Signals:
@@ -38,3 +41,16 @@ class Signals:
         has come since the last call."""
         if select.select([self._read], [], [], seconds)[0]:
             self._read.recv(4096)  # a byte for each signal, written by Python
+
+    def take(self) -> str:
+        """Return the name of the first signal in `seen`, '' for none; empty `seen`."""
+        name = signal.Signals(self.seen[0]).name if self.seen else ""
+        self.seen.clear()
+        return name
+
+    def wait_for_late_notice(self, code: int) -> None:
+        """Return once a notice signal is in `seen`, or after `LATE_S`; at once where the exit code
+        `code` of a child, as Popen gives it, is that of no notice signal."""
+        give_up = time.monotonic() + LATE_S
+        while -code in NOTICE_SIGNALS and not self.seen and time.monotonic() < give_up:
+            self.wait(LATE_S)  # SIGCHLD ends it, too

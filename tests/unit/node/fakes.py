@@ -8,10 +8,11 @@ from typing import Any
 from hpc_ddp.core.job.attempt_folder import AttemptFolder
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node.net.place import Place
+from hpc_ddp.node.watch.signals import Signals
 from hpc_ddp.submission.run_files.library import carry_library
 
 
-class NoSignals:
+class NoSignals(Signals):
     """Signals that a test sets."""
 
     def __init__(self) -> None:

@@ -7,7 +7,6 @@ import resource
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
-from typing import cast
 
 import pytest
 
@@ -19,7 +18,6 @@ from hpc_ddp.node.outcome import first_failure
 from hpc_ddp.node.outcome import oom as oom_module
 from hpc_ddp.node.supervisor import Supervisor
 from hpc_ddp.node.watch import attempt_watch, log_offsets
-from hpc_ddp.node.watch.signals import Signals
 from tests.waiting import wait_until
 from unit.fakes import Clock, stop_clock
 from unit.node.fakes import NoSignals, place_of
@@ -42,7 +40,7 @@ def task(attempt: AttemptFolder, monkeypatch: pytest.MonkeyPatch) -> Callable[[i
             monkeypatch.setenv(name, str(value))
         place = place_of(attempt, index=rank // 2)
         launch = worker_launch(place, ["python", "train.py"])
-        return Supervisor(place, launch, cast(Signals, NoSignals()))
+        return Supervisor(place, launch, NoSignals())
 
     return make
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 from hpc_ddp.core.job.attempt_folder import AttemptFolder
 from hpc_ddp.node.child_process import torchrun_launch
 from hpc_ddp.node.supervisor import Supervisor
-from hpc_ddp.node.watch.signals import Signals
 from unit.node.fakes import NoSignals, place_of
 
 COMMAND = [
@@ -39,7 +38,7 @@ class Agent:
 
 
 def make_supervisor(attempt: AttemptFolder, *command: str, **values: Any) -> Supervisor:
-    signals = cast(Signals, NoSignals())
+    signals = NoSignals()
     place = place_of(attempt, **values)
     return Supervisor(place, torchrun_launch(place, list(command or COMMAND)), signals)
 

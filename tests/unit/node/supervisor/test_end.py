@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Callable
 
 import pytest
@@ -11,8 +12,9 @@ from hpc_ddp.core.file_io import read_json
 from hpc_ddp.core.job.attempt_folder import AttemptFolder
 from hpc_ddp.node import supervisor
 from hpc_ddp.node.outcome import oom as oom_module
+from hpc_ddp.node.supervisor import Supervisor
 from unit.fakes import Clock
-from unit.node.supervisor.fakes import COMMAND, make_supervisor
+from unit.node.supervisor.fakes import COMMAND, Agent, make_supervisor
 
 
 @pytest.mark.parametrize(
@@ -62,6 +64,54 @@ def test_the_end_of_a_supervisor_depends_on_notice_peers_and_leader(
     record = read_json(watcher.folder.record)
     assert (record["code"], record["notice"], record["torn_down"]) == (code, notice, torn_down)
     assert record["left"] is has_left
+
+
+@pytest.mark.parametrize(
+    ("code", "is_late", "notice", "ended"),
+    [(-15, True, "SIGTERM", 0), (-15, False, None, 1), (0, False, None, 0), (1, False, None, 1)],
+)
+def test_a_signal_that_comes_to_the_worker_first_is_a_notice(
+    attempt: AttemptFolder,
+    clock: Clock,
+    monkeypatch: pytest.MonkeyPatch,
+    code: int,
+    is_late: bool,
+    notice: str | None,
+    ended: int,
+) -> None:
+    """`scancel -s TERM` reaches all processes of the step: a plain worker is dead at once."""
+    watcher, agent = make_supervisor(attempt), Agent(code)
+    waits: list[float] = []
+
+    def wait(seconds: float) -> None:
+        if agent.looks > 2:  # the worker has ended
+            waits.append(seconds)
+            watcher.signals.seen += [signal.SIGTERM] * is_late
+
+    monkeypatch.setattr(watcher.signals, "wait", wait)
+    monkeypatch.setattr(Supervisor, "_start", lambda watcher: agent)
+    assert watcher.run() == ended
+    assert read_json(watcher.folder.record)["notice"] == notice
+    assert bool(waits) is (code == -15)
+
+
+@pytest.mark.parametrize("code", [0, -15])
+def test_a_signal_in_the_last_moment_is_a_notice(
+    attempt: AttemptFolder, clock: Clock, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """Also before an end with 0: that of a script that has heeded it."""
+    watcher, agent = make_supervisor(attempt), Agent(code)
+    poll = agent.poll
+
+    def end() -> int | None:
+        if poll() is not None:
+            watcher.signals.seen.append(signal.SIGTERM)
+        return agent.returncode if agent.looks > 2 else None
+
+    monkeypatch.setattr(agent, "poll", end)
+    monkeypatch.setattr(Supervisor, "_start", lambda watcher: agent)
+    assert watcher.run() == 0
+    assert read_json(watcher.folder.record)["notice"] == "SIGTERM"
 
 
 def test_a_failed_worker_is_no_lost_leader(attempt: AttemptFolder, clock: Clock) -> None:
