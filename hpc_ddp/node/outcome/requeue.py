@@ -212,7 +212,8 @@ def _put_off(job_id: str, pause_s: float) -> None:
     except HpcDdpError as error:
         say(error.message)
     else:
-        say(f"it starts in {pause_s / 60:.0f} minutes at the earliest: what it lacks may come back")
+        sooner = f"scontrol update JobId={job_id} StartTime=now"
+        say(f"what its start lacks may come back: it waits {pause_s / 60:.0f} minutes, or {sooner}")
 
 
 def _restore_limit(spec: JobSpec, job_id: str, limit_s: float | None) -> None:
