@@ -106,6 +106,35 @@ def test_a_crash_loop_ends(hpc: Hpc, cluster: Cluster, backend: str, trouble: st
 
 @pytest.mark.more
 @pytest.mark.row(
+    "what the script's start needs is away at two starts of a run with progress",
+    promise="tried again up to --max-failures times: the second time 10 minutes later, then 30",
+)
+def test_data_that_are_away_at_two_starts(
+    hpc: Hpc, cluster: Cluster, walked: Job, tmp_path: Path
+) -> None:
+    use(cluster)
+    data, script = tmp_path / "data", tmp_path / "train.py"
+    data.touch()
+    walk = f"import runpy\nrunpy.run_path({str(WALK)!r}, run_name='__main__')\n"
+    script.write_text(f"open({str(data)!r}).close()\n{walk}")
+    job = hpc.submit(*ONE_BY_TWO, str(script), "--step-seconds", "0.2")
+    job.at_step(20)
+    data.unlink()
+    job.preempt()
+    job.until(lambda: len(job.verdicts()) == 3, "the second failed start")
+    data.touch()
+    job.until(lambda: job.show()["Reason"] == "BeginTime", "the requeue")
+    start = time.mktime(time.strptime(job.show()["StartTime"], "%Y-%m-%dT%H:%M:%S"))
+    assert 540 < start - time.time() < 610  # a requeue that ends leaves it as it is
+    cluster.run("scontrol", "update", f"JobId={job.id}", "StartTime=now")
+    assert job.end() == "COMPLETED", job.output()
+    failed = ("failed", "requeue")
+    assert job.verdicts() == [("preempted", "requeue"), failed, failed, ("finished", "none")]
+    assert same_weights(job, walked)
+
+
+@pytest.mark.more
+@pytest.mark.row(
     "suspended for longer than hang_after",
     promise="goes on from the last checkpoint, and no failure is counted",
 )
