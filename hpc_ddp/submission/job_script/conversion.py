@@ -295,7 +295,8 @@ class ArgumentWriter:
             lacking.append(f"{min(names)}, which each task sets")
         is_token = key == "args" and _TOKEN.fullmatch(word.text)
         holds_placeholder = key != "args" and re.search(r"<[A-Za-z][\w .-]*>", word.text)
-        is_placeholder = re.fullmatch(r"<.*>|(--[\w-]+=)?your[-_]\w+", word.text)
+        form = r"<.*>|(--[\w-]+=)?your[-_]\w+|([^<]*[/=])?<[A-Za-z][\w .-]*>[/:].*"
+        is_placeholder = re.fullmatch(form, word.text, re.S)
         if (is_placeholder and not is_token) or holds_placeholder:
             lacking.append("a value of yours")
         if lacking:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
 
 from hpc_ddp.core.file_io import read_text
@@ -227,10 +227,11 @@ def _join_child_shells(reader: Reader, at: int) -> int:
     return next(i for i, statement in enumerate(statements) if statement is training)
 
 
-def _mark_exported(statements: Sequence[Statement]) -> None:
+def _mark_exported(statements: Sequence[Statement], shell_names: Set[str]) -> None:
     """Set `exported` of each assignment to a variable that an earlier one exports, or that a job
-    has from its login: bash exports the new value, too."""
-    exported = {*_OF_A_LOGIN}
+    has from its login or from the shell that submits (`shell_names`): bash exports the new value,
+    too."""
+    exported = {*_OF_A_LOGIN, *shell_names}
     for statement in statements:
         statement.exported |= statement.name in exported
         exported |= {statement.name} if statement.exported else set()
@@ -333,7 +334,7 @@ def convert(
         )
     launch, at = choose_launch(reader, result)
     at = _join_child_shells(reader, at) if launch else at
-    _mark_exported(reader.statements)
+    _mark_exported(reader.statements, environ.keys())
     sorter = Sorter(reader, result, launch, at, start, name)
     take_shebang(text.partition("\n")[0], result)
     sorter.take_statements()

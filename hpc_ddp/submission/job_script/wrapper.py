@@ -93,9 +93,10 @@ def unwrap(text: str, scope: Scope) -> JobText:
         return as_it_is
     reader = Reader(scope)
     reader.read("\n".join(lines[: first - 1]))
-    unexported = {s.name for s in reader.statements if s.name and not s.exported}
+    exported = {s.name for s in reader.statements if s.exported}
+    unexported = {s.name for s in reader.statements if s.name} - exported
     words = scope.words(command.named_children[1:])
-    if not _reads_document(words, document):
+    if not _reads_document(words, document, scope):
         return as_it_is
     if not _write_lines(lines, document, scope, unexported):
         return as_it_is
@@ -216,7 +217,7 @@ def _find_submit(node: Node) -> Node | None:
     return node if _name_of(node) == "sbatch" else None
 
 
-def _reads_document(words: Sequence[Word], document: _Document) -> bool:
+def _reads_document(words: Sequence[Word], document: _Document, scope: Scope) -> bool:
     """Return whether sbatch, with the `words` behind it, reads the document: from stdin, or from
     the document's file, whose name must then be the last word.
 
@@ -224,7 +225,10 @@ def _reads_document(words: Sequence[Word], document: _Document) -> bool:
     place of the document. A word with code must begin with ``-``, for only the job may know whether
     ``$X`` is a value or a script."""
     options = words[:-1] if document.file else words
-    if document.file and not (words and words[-1].text in _forms(document.file)):
+    values = ((name, value) for name, value in scope.values.items() if isinstance(value, Word))
+    known = {name: value.text for name, value in values if value.is_static}
+    path = re.sub(r"\$\{?(\w+)\}?", lambda match: known.get(match[1], match[0]), document.file)
+    if path and not (words and words[-1].text in _forms(document.file) | _forms(path)):
         return False
     with_code = (word for word in options if not word.is_static)
     remaining = [*options]

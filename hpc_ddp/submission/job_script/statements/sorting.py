@@ -92,6 +92,8 @@ class Sorter:
         self._needed_before: set[str] = set()
         self._needed_after: set[str] = set()
         self._functions_after: list[TextAt] = []  # definitions that clean-up lines need
+        self._exported: set[str] = set()  # variables that the next lines export for clean-up lines
+        self._exports_after: list[TextAt] = []  # at the end of the set-up lines
         self._in_launch: set[str] = set()  # variables whose values stand in the launch
         self._first_load = first_load(self._statements)
         self._of_files: Set[str] | None = frozenset()  # names in files that lines load; None: any
@@ -111,6 +113,7 @@ class Sorter:
         trial = copy.copy(self)
         trial.__dict__ |= {name: {*s} for name, s in vars(self).items() if isinstance(s, set)}
         trial.result, trial._functions_after = copy.deepcopy(self.result), []
+        trial._exports_after = []
         trial._sort_statements()
         self._kept_in_the_end = trial.kept
         self._sort_statements()
@@ -132,6 +135,8 @@ class Sorter:
             self.result.append("teardown", text, line)
         for key, text, line in reversed(lines):
             self.result.append(key, text, line)
+        for text, line in reversed(self._exports_after):
+            self.result.append("setup", text, line)
         self.result.env = dict(reversed(self.result.env.items()))
 
     def _sort(self, statement: Statement, index: int) -> Fate:
@@ -197,6 +202,11 @@ class Sorter:
                 # `expand` exports it for the task.
                 if not OF_A_JOB.fullmatch(name) and f"${name}" in text.replace("{", ""):
                     self.result.append("expand", name, statement.lines[0])
+        if is_before and not statement.in_task:
+            for name in sorted(statement.sets & self._needed_after - self._exported):
+                self._exported.add(name)
+                if not is_of_hpc_ddp(name):
+                    self._exports_after.append((f"export {name}", statement.lines[0]))
         self.kept |= {statement.name, statement.defines, *statement.sets}
         self._note_needs(statement, is_before, is_after)
         return Fate(TAKEN, key, text)

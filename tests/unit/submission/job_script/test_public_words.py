@@ -77,6 +77,10 @@ def of_text(*lines: str) -> Conversion:
          {"setup": ["srun bash clean.sh"], "teardown": ["srun sh clean_tmp.sh"]}),
         (("a[0]=5", TRAIN, "cp x ${a[0]}"), {"setup": ["a[0]=5"]}),
         (("#SBATCH --gpu-accounting", TRAIN), {"sbatch": ["--gpu-accounting"]}),
+        # Clean-up lines have a shell of their own.
+        (("if [ -d /a ]; then D=/a; else D=/b; fi", TRAIN, "cp -r out $D/"),
+         {"setup": ["if [ -d /a ]; then D=/a; else D=/b; fi", "export D"],
+          "teardown": ["cp -r out $D/"]}),
         # Programs.
         (("python3 -m torch.distributed.run $(which fairseq-train) data",),
          {"script": "fairseq-train", "no-python": True, "args": ["data"]}),
@@ -122,6 +126,9 @@ def test_words_keep_their_meaning(lines: tuple[str, ...], settings: dict[str, An
         (('cmd="srun python train.py ${c}:0"', "`$cmd > log`"), 4, LOST, "it may be the launch"),
         ((TRAIN, "X=1 python3 main.py | tee t"), 4, LOST, "it may start a training"),
         ((f"{TRAIN} --data <DIR> --lr 3",), 3, LOST, "it needs a value of yours"),
+        (("C=run1", "OUT=<checkpoint>/${C}", f"{TRAIN} --out $OUT --lr 3"), 5, LOST, "of yours"),
+        (("OUT=/data/<user>/x", f"{TRAIN} --out $OUT"), 4, LOST, "of yours"),
+        ((f"{TRAIN} --out <checkpoint>/run1 --lr 3",), 3, LOST, "of yours"),
         (("<ENV>", TRAIN), 3, LOST, "a placeholder"),
         (("source <the path>/activate", TRAIN), 3, LOST, "a placeholder"),
         (("torchrun a.py || { touch x; scontrol requeue $SLURM_JOB_ID; }",), 3, LOST, "asks how"),

@@ -1023,7 +1023,7 @@ def test_a_default_is_not_taken_where_this_shell_has_the_variable() -> None:
     text = f"#!/bin/bash\n#SBATCH -N 2\nS=${{S:-1}}\n{TRAIN} $S\n"
     assert convert(text, HERE, HERE).settings()["args"] == ["1"]
     result = convert(text, HERE, HERE, environ={"S": "7"})
-    assert result.settings()["setup"] == ["S=${S:-1}", "ARGUMENTS_1=(${S})"]
+    assert result.settings()["setup"] == ["export S=${S:-1}", "ARGUMENTS_1=(${S})"]
     assert result.settings()["env-names"] == ["S"]
     assert not [text for _, text in result.notes if "unset" in text]
 
