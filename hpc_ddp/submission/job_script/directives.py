@@ -235,9 +235,9 @@ def take_tasks(directives: Directives, result: Conversion, texts: Sequence[str])
     script or its program (their `texts`) reads the index of a task. Otherwise it is a chain of
     jobs, which is one run, and no array. A note says which. Another array changes nothing."""
     operand, line = directives.options.get("array", ("", 0))
-    used = [text for entries in result.lists.values() for text, _ in entries]
-    used += [text for text, _ in result.env.values()] + [*texts[1:]]
-    if not operand and any("SLURM_ARRAY_TASK_ID" in text for text in used):
+    settings = [text for entries in result.lists.values() for text, _ in entries]
+    settings += [text for text, _ in result.env.values()] + [*texts[1:]]
+    if not operand and any("SLURM_ARRAY_TASK_ID" in text for text in settings):
         result.note(0, 'it reads SLURM_ARRAY_TASK_ID, and has no --array: array = "0-3", say')
     if not operand.endswith("%1"):
         return

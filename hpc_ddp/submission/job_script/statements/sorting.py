@@ -205,7 +205,7 @@ class Sorter:
         if is_before and not statement.in_task:
             for name in sorted(statement.sets & self._needed_after - self._exported):
                 self._exported.add(name)
-                if not is_of_hpc_ddp(name):
+                if not (is_of_hpc_ddp(name) or name.startswith("SLURM_")):
                     self._exports_after.append((f"export {name}", statement.lines[0]))
         self.kept |= {statement.name, statement.defines, *statement.sets}
         self._note_needs(statement, is_before, is_after)
