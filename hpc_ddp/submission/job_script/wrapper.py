@@ -226,8 +226,8 @@ def _reads_document(words: Sequence[Word], document: _Document, scope: Scope) ->
     ``$X`` is a value or a script."""
     options = words[:-1] if document.file else words
     words_by_name = {n: word for n, word in scope.values.items() if isinstance(word, Word)}
-    known = {name: word.text for name, word in words_by_name.items() if word.is_static}
-    path = re.sub(r"\$\{?(\w+)\}?", lambda match: known.get(match[1], match[0]), document.file)
+    texts = {name: word.text for name, word in words_by_name.items() if word.is_static}
+    path = re.sub(r"\$\{?(\w+)\}?", lambda match: texts.get(match[1], match[0]), document.file)
     if path and not (words and words[-1].text in _forms(document.file) | _forms(path)):
         return False
     with_code = (word for word in options if not word.is_static)
