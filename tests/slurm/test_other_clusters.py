@@ -10,6 +10,7 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -127,23 +128,49 @@ def test_an_mpi_by_default(hpc: Hpc, other: Cluster, tmp_path: Path, launcher: s
     assert line.split() == (["None"] * 4 if launcher == "torchrun" else ["0", "1", "2", "3"])
 
 
+@pytest.fixture
+def own_tmp(other: Cluster) -> Iterator[Path]:
+    """Give each job a /tmp of its own; yield a folder for runs that is not in /tmp."""
+    if other.version()[:2] < (21, 8):
+        pytest.skip("Slurm has job_container/tmpfs from 21.08 on")
+    base = other.folder / "job-tmp"
+    base.mkdir(exist_ok=True)
+    (other.folder / "job_container.conf").write_text(f"AutoBasePath=true\nBasePath={base}/%n\n")
+    _with(other, "JobContainerType=job_container/tmpfs\nPrologFlags=Contain")
+    other.bind_slurmds()
+    yield other.folder / "runs"
+    _with(other, "")
+
+
 @pytest.mark.row(
     "a /tmp of its own for each job (job_container/tmpfs)",
     promise="everything works",
 )
-def test_a_tmp_for_each_job(hpc: Hpc, other: Cluster) -> None:
-    if other.version()[:2] < (21, 8):
-        pytest.skip("Slurm has job_container/tmpfs from 21.08 on")
-    base, runs = other.folder / "job-tmp", other.folder / "runs"
-    base.mkdir()
-    (other.folder / "job_container.conf").write_text(f"AutoBasePath=true\nBasePath={base}/%n\n")
-    _with(other, "JobContainerType=job_container/tmpfs\nPrologFlags=Contain")
-    other.bind_slurmds()
-    try:
-        marker = f"test ! -e {hpc.runs.parent}"  # which is in /tmp
-        _finishes(hpc.submit("--runs-dir", str(runs), "--setup", marker, *TWO_BY_ONE, *QUICK))
-    finally:
-        _with(other, "")
+def test_a_tmp_for_each_job(hpc: Hpc, own_tmp: Path) -> None:
+    marker = f"test ! -e {hpc.runs.parent}"  # which is in /tmp
+    _finishes(hpc.submit("--runs-dir", str(own_tmp), "--setup", marker, *TWO_BY_ONE, *QUICK))
+
+
+@pytest.mark.row(
+    "a /tmp of its own for each job, `--stage`, preempted twice",
+    promise="goes on: no copy lies there, since Slurm empties it at the notice",
+)
+def test_a_copy_and_a_tmp_for_each_job(hpc: Hpc, own_tmp: Path) -> None:
+    script = own_tmp.parent / "thrice.py"
+    script.write_text((SCRIPTS / "twice.py").read_text().replace('== "0"', '< "2"'))
+    words = ("--stage", "--launcher", "srun", "--python", sys.executable)
+    job = hpc.submit("--runs-dir", str(own_tmp), *words, *TWO_BY_ONE, str(script))
+    job.until((job.run.path / "stage" / "label").exists, "the parcel")
+    for count in (1, 2):
+        job.until(partial(_has_started, job, count), "a start")
+        job.preempt()
+    assert job.end() == "COMPLETED", job.output()
+    assert job.verdicts() == [("preempted", "requeue")] * 2 + [("finished", "none")]
+    assert "/tmp/hpc-ddp-near-" not in job.output()
+
+
+def _has_started(job: Job, count: int) -> bool:
+    return job.output().count("prefix ") == count
 
 
 @pytest.mark.row(

@@ -25,6 +25,7 @@ key=$(printf %s "$run" | sha256sum)
 key=${SLURM_JOB_ID:-0}-${key:0:16} # another job of the run may be on this node
 plain='^[A-Za-z0-9/._+@,:=-]+$' # of paths that sed and a link take as they are
 places=("${TMPDIR:-/tmp}" /tmp /dev/shm)
+mounts=/proc/self/mountinfo
 name='' tree='' folder='' why=''
 
 say() { echo "hpc-ddp: ${SLURMD_NODENAME:-$(uname -n)}: $1" >&2; }
@@ -42,6 +43,7 @@ find_top() {
         ext2/ext3 | xfs | btrfs | zfs | f2fs | tmpfs | ramfs | overlayfs) ;;
         *) return 1 ;; # of a file server, or not known
     esac
+    [[ $disk == @(tmpfs|ramfs) ]] || ! is_of_job "$1" || return
     read -r owner mode < <(stat -Lc '%u %a' "$1" 2>/dev/null)
     (((owner == 0 || owner == EUID) && (!(0$mode & 022) || 0$mode & 01000))) || return
     for try in ${2:+1 2 3}; do # another job of the node may remove an empty one in between
@@ -49,6 +51,18 @@ find_top() {
         is_private && mkdir -p "$top/$key" 2>/dev/null && break
     done
     is_private
+}
+
+# Whether $1 lies on a folder of a disk that was mounted for this job alone, as job_container/tmpfs
+# does: the name of the folder has the job's id. Slurm empties it at a notice already, under the
+# running job, and a file that changes its name meanwhile ends all further starts of the job.
+is_of_job() {
+    local path point root mounted='' length=0
+    path=$(cd "$1" 2>/dev/null && pwd -P)/
+    while read -r _ _ _ root point _; do
+        [[ $path == "${point%/}"/* ]] && ((${#point} >= length)) && length=${#point} mounted=$root
+    done <"$mounts"
+    [[ $mounted/ =~ [^0-9]${SLURM_JOB_ID:-none}[^0-9] ]]
 }
 
 # Whether `top` is this user's, and a folder of mode 0700.
@@ -77,6 +91,9 @@ find_folder() {
         rmdir "$folder" "$top" 2>/dev/null
     done
     folder='' why='no disk of this node (TMPDIR, /tmp, /dev/shm) has the room, and starts programs'
+    for place in "${places[@]}"; do
+        ! is_of_job "$place" || { why+="; $place is this job's alone, and emptied at a notice"; break; }
+    done
     return 1
 }
 
@@ -276,9 +293,10 @@ mark_attempt() {
 start() {
     local program=$python disk size
     local mark=$HPC_DDP_RUN/unstaged rank=${OMPI_COMM_WORLD_RANK:-${PMI_RANK:-$SLURM_PROCID}}
+    local gone="the copy has gone (to try it again: rm $mark)"
     why='there is no parcel yet: this attempt notes what it opens'
-    [ "$HPC_DDP_BROUGHT" != no ] || remove "$key*"
-    [[ ${HPC_DDP_BROUGHT:-no} == no ]] || name=$HPC_DDP_BROUGHT why='the copy has gone'
+    [[ $HPC_DDP_BROUGHT != no && ! -e $mark ]] || remove "$key*"
+    [[ ${HPC_DDP_BROUGHT:-no} == no ]] || name=$HPC_DDP_BROUGHT why=$gone
     if [ -e "$mark" ]; then
         why=$(<"$mark")
     elif [[ $name || $4 == supervisor ]] && find_folder 0 && lock_folder; then
@@ -289,6 +307,8 @@ start() {
         fi
         [ "$4" != supervisor ] || note_files "$3"
     fi
+    # As where a TaskEpilog empties TMPDIR: each start would read all of the parcel for nothing.
+    [[ $tree || $why != "$gone" ]] || { echo "$why" >"$mark"; } 2>/dev/null
     # Where a node has not got it, `bring` has said so.
     if [[ $2 != preflight.checks && ${rank:-0} == 0 && $HPC_DDP_BROUGHT != no ]]; then
         [ -z "$tree" ] || why="$folder has taken $size MB of $disk"

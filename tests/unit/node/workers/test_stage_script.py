@@ -370,6 +370,67 @@ def test_a_tree_is_only_hidden_after_a_notice_unless_it_is_in_memory(
     assert [*packed.near.iterdir()] == []
 
 
+@pytest.mark.parametrize("state", ["chain", "cancelled"])
+def test_a_tree_that_no_start_would_take_back_is_removed_after_a_notice(
+    packed: Stage, state: str
+) -> None:
+    """A chain's next job has another id, and looks for no tree of this one."""
+    (packed.run / "job.json").write_text('{"continue_by": "resubmit"}' if state == "chain" else "")
+    if state == "cancelled":
+        (packed.run / "cancelled").touch()
+    _, argv, environ = _supervisor(packed)
+    environ |= _on_disk(packed, "xfs")
+    subprocess.run(argv, env=environ, input=b"n", check=True, stdout=subprocess.PIPE)
+    assert [*packed.near.iterdir()] == []
+
+
+def test_no_folder_is_made_where_slurm_has_mounted_one_for_the_job(packed: Stage) -> None:
+    """By job_container/tmpfs, which empties it under the running job at a notice."""
+    mounts = packed.top / "mounts"
+    for root, is_taken in (("/", True), ("/data/14711", True), ("/job/4711/.4711", False)):
+        lines = [
+            "1 0 8:1 / / rw - ext4 /dev/sda rw",
+            f"2 1 8:1 {root} {packed.near.parent} rw - ext4 /dev/sda rw",
+            f"3 1 8:1 /job/4711/.4711 {packed.near}-other rw - ext4 /dev/sda rw",
+        ]
+        mounts.write_text("\n".join([*lines, ""]))
+        lines = [f"source {packed.script} none x", f"mounts={mounts}; places=({packed.near})"]
+        argv = ["bash", "-c", "\n".join([*lines, 'find_folder 0 && echo taken || echo "$why"'])]
+        environ = packed.environ | {"SLURM_JOB_ID": "4711"} | _on_disk(packed, "xfs")
+        text = subprocess.run(argv, env=environ, capture_output=True, text=True).stdout
+        assert (text == "taken\n") == is_taken, text
+        assert f"{packed.near} is this job's alone" in text or is_taken
+        assert bool([*packed.near.iterdir()]) == is_taken
+        packed.call("remove", SLURM_JOB_ID="4711")
+
+
+def test_memory_of_the_job_alone_is_taken(packed: Stage) -> None:
+    """No file of it is removed one by one."""
+    mounts = packed.top / "mounts"
+    mounts.write_text(f"2 1 0:9 /4711 {packed.near} rw - tmpfs tmpfs rw\n")
+    environ = _on_disk(packed, "tmpfs") | {"SLURM_JOB_ID": "4711"}
+    lines = f"source {packed.script} none x; mounts={mounts}; places=({packed.near}); find_folder 0"
+    assert subprocess.run(["bash", "-c", lines], env=packed.environ | environ).returncode == 0
+    packed.call("remove", SLURM_JOB_ID="4711")
+
+
+def test_a_tree_that_goes_between_two_steps_is_not_brought_again(packed: Stage) -> None:
+    """As where a TaskEpilog empties TMPDIR: each start would read all of the parcel for nothing."""
+    shutil.rmtree(_bring(packed).parent)
+    mark = packed.run / "unstaged"
+    for _ in range(2):
+        done = packed.call("run", packed.python, "-c", "", HPC_DDP_BROUGHT=packed.part)
+        assert "the copy has gone (to try it again: rm" in done.stderr
+        assert mark.read_text().strip() in done.stderr
+
+
+def test_a_copy_goes_where_another_node_has_marked_the_run(packed: Stage) -> None:
+    tree = _bring(packed)
+    (packed.run / "unstaged").write_text("so it is")
+    packed.call("run", packed.python, "-c", "", HPC_DDP_BROUGHT=packed.part)
+    assert not tree.exists()
+
+
 def test_the_jobs_next_start_removes_what_was_hidden(packed: Stage) -> None:
     """A job that is preempted each quarter of an hour would leave copy after copy."""
     _bring(packed)
