@@ -250,7 +250,7 @@ def release(job: JobRef, give_up: float | None = None) -> None:
 
 
 def update_job(job_id: str, setting: str) -> None:
-    """Change one `setting` of a waiting job, as ``TimeLimit=60``; raises as `_run_patiently`."""
+    """Change one `setting` of a job, as ``TimeLimit=60``; raises as `_run_patiently`."""
     _run_patiently(["scontrol", "update", f"JobId={job_id}", setting])
 
 

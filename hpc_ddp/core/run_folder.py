@@ -30,14 +30,17 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.errors import HpcDdpError
-from hpc_ddp.core.file_io import list_names, make_private, read_json, write_json
+from hpc_ddp.core.file_io import NO_ROOM, list_names, make_private, read_json, write_json
 from hpc_ddp.core.job.attempt_folder import AttemptFolder, PathIn
 from hpc_ddp.core.job.job_ref import JobRef, remove_duplicates
 from hpc_ddp.core.journal.events import JournalEvent, Queued, Started
 from hpc_ddp.core.journal.journal import Journal, is_finished, node_seconds, read_events
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -154,6 +157,29 @@ class RunFolder:
         """Write the file `unstaged`, with the reason, so that later attempts use no copy of
         ``--stage``. Raise OSError where the disk refuses."""
         self.unstaged.write_text(f"{reason} (to allow it again: rm {self.unstaged})")
+
+    def remove_parcel(self, content: str) -> bool:
+        """Remove the parcel of ``--stage``, since the disk has no room for some `content`, as "a
+        checkpoint"; mark the run as `unstaged`, print that, and return True. Return False where
+        there is no parcel. Refusals of the disk are passed over."""
+        if not self.parcel.exists():
+            return False
+        shutil.rmtree(self.parcel, ignore_errors=True)
+        with suppress(OSError):  # it is written once there is room
+            self.unstage(f"its disk had no room for {content}")
+        say(f"no room for {content}: {self.parcel} of --stage is removed")
+        return True
+
+    def make_room_for(self, content: str, write: Callable[[], T]) -> T:
+        """Call `write`, which takes no argument and writes some `content`; return its result. Where
+        the disk has no room, remove the parcel of ``--stage``, and call it once more. Raise as
+        `write`, also where there is no parcel."""
+        try:
+            return write()
+        except OSError as error:
+            if error.errno not in NO_ROOM or not self.remove_parcel(content):
+                raise
+            return write()
 
     def make(self, is_new: bool = False) -> RunFolder:
         """Create the folder, private to the user, with the folders that must exist before the job

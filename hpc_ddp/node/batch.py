@@ -40,7 +40,7 @@ from hpc_ddp.node.net.network import first_port, free_port, reachable_name
 from hpc_ddp.node.outcome import chain, end_step, first_job, requeue
 from hpc_ddp.node.outcome.end_message import notify_of_end
 from hpc_ddp.node.outcome.gather_facts import enforce_budget, judge_attempt, limit_silent_ends
-from hpc_ddp.node.outcome.requeue import VERDICT_S, ask_about_job
+from hpc_ddp.node.outcome.requeue import VERDICT_S, ask_about_job, command_to_go_on
 from hpc_ddp.node.workers.worker import die_with_parent
 from hpc_ddp.slurm_text import Job
 
@@ -119,7 +119,8 @@ def _begin(environ: dict[str, str]) -> dict[str, str] | None:
     if INTERACTIVE in environ:  # the script leads a session
         info["shell"] = process.identity(os.getsid(0))
     is_live = partial(is_attempt_live, run, own_job)
-    attempt = patiently(partial(run.claim_attempt, info, is_live))
+    claim = partial(run.claim_attempt, info, is_live)
+    attempt = patiently(partial(run.make_room_for, "an attempt", claim))
     run.journal("batch", attempt.number).write(Started(**info))
     if environ.get("SLURM_ARRAY_JOB_ID") != job_id:  # the array's own id is noted at the submit
         link_job(own_job, run)
@@ -352,7 +353,8 @@ def _live_as_batch_shell() -> None:
 def _call(argv: list[str], environ: dict[str, str]) -> int:
     """Run the command of the batch script that `argv` names; return its exit code: that of the
     verdict for ``verdict``, 2 for an unknown name, else 0. An HpcDdpError, an OSError and the
-    error of a damaged file are printed; the code is the error's own, or `CAN_GO_ON`. After ``failed
+    error of a damaged file are printed; the code is the error's own, `CAN_GO_ON`, or that of
+    `requeue.end_for_disk`. After ``failed
     0``, set-up lines that have ended the job on purpose, a chain's next job is cancelled.
 
     ``begin`` prints bash lines for the batch shell (``exit 0`` where there is nothing to do),
@@ -391,9 +393,8 @@ def _call(argv: list[str], environ: dict[str, str]) -> int:
             say(f"hint: {error.hint}")
         return error.exit_code
     except OSError as error:
-        say(f"the run's folder can't be used: {error}; once it can: hpc-ddp submit --run RUN")
-        return CAN_GO_ON
+        return requeue.end_for_disk(argv[0], environ, error)
     except (KeyError, TypeError, ValueError) as error:
-        say(f"a file of the attempt is damaged ({error!r}); to go on: hpc-ddp submit --run RUN")
+        say(f"a file of the attempt is damaged ({error!r}); to go on: {command_to_go_on(environ)}")
         return CAN_GO_ON
     return 0

@@ -18,6 +18,7 @@ import sys
 import time
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -117,7 +118,8 @@ class DryRun:
         """
         enforce_budget(self.run, self.spec)
         info = {**process.identity(), "nodes": self.nodes}
-        attempt = self.run.claim_attempt(info, _is_live)
+        claim = partial(self.run.claim_attempt, info, _is_live)
+        attempt = self.run.make_room_for("an attempt", claim)
         self.run.journal("batch", attempt.number).write(Started(**info))
         environ = self._make_environ(attempt)
         if self.spec.stage:

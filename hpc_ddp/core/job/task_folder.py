@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 from hpc_ddp.core.attempt_env import AttemptEnv
@@ -35,7 +36,7 @@ def make_task(run: RunFolder, index: int) -> RunFolder:
             link.symlink_to(Path("..") / "lib")
         return task
 
-    return patiently(make)
+    return patiently(partial(run.make_room_for, "a task", make))
 
 
 def run_of_job(environ: Mapping[str, str]) -> RunFolder:

@@ -8,6 +8,9 @@ from __future__ import annotations
 import contextlib
 import math
 import re
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 from hpc_ddp import slurm
 from hpc_ddp.core.console.terminal import say
@@ -59,9 +62,15 @@ def record_late_link(run: RunFolder, job: JobRef, environ: dict[str, str]) -> No
     is_of_array = "_" in predecessor
     attempts = run.attempts()
     if attempts and (is_of_array or attempts[-1].info.get("job_id") == predecessor):
-        write_json(attempts[-1].path / "next.json", {"job_id": str(job)})
+        _write_link(run, attempts[-1].path / "next.json", {"job_id": str(job)})
     else:
-        write_json(run.early_links, {**read_json(run.early_links), predecessor: str(job)})
+        _write_link(run, run.early_links, {**read_json(run.early_links), predecessor: str(job)})
+
+
+def _write_link(run: RunFolder, path: Path, link: dict[str, Any]) -> None:
+    """Write a file of `run` that names a next job; where the disk has no room for it, the parcel of
+    ``--stage`` is removed. Raise OSError where the disk still refuses."""
+    run.make_room_for("a chain's next job", partial(write_json, path, link))
 
 
 def _predecessor_of(run: RunFolder, job: JobRef, environ: dict[str, str]) -> str | None:
@@ -175,7 +184,7 @@ def queue_next_early(run: RunFolder, environ: dict[str, str]) -> None:
     link = _queue_link(run, environ)
     if link:
         early = {**read_json(run.early_links), environ["SLURM_JOB_ID"]: str(link)}
-        write_json(run.early_links, early)
+        _write_link(run, run.early_links, early)
 
 
 def cancel_next_early(run: RunFolder, environ: dict[str, str]) -> None:
@@ -209,7 +218,7 @@ def queue_next_link(
     queued = read_json(run.early_links).get(environ["SLURM_JOB_ID"])
     link = JobRef.parse(queued) if queued else _queue_link(run, environ, give_up)
     if link:
-        write_json(attempt.path / "next.json", {"job_id": str(link)})
+        _write_link(run, attempt.path / "next.json", {"job_id": str(link)})
     run.early_links.unlink(missing_ok=True)
     return link
 

@@ -8,17 +8,19 @@ whether the job still is in this very attempt.
 from __future__ import annotations
 
 import math
+import shlex
 import time
 from contextlib import suppress
 
 from hpc_ddp import slurm
 from hpc_ddp.core.attempt_env import INTERACTIVE, AttemptEnv
-from hpc_ddp.core.console.terminal import say
+from hpc_ddp.core.console.terminal import answer, say
 from hpc_ddp.core.errors import CAN_GO_ON, HpcDdpError
 from hpc_ddp.core.file_io import read_seconds
 from hpc_ddp.core.job.attempt_folder import AttemptFolder
 from hpc_ddp.core.job.job_ref import JobRef
 from hpc_ddp.core.job.options import JobSpec
+from hpc_ddp.core.job.task_folder import run_of_job
 from hpc_ddp.core.journal.enums import Action, Cause
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node.outcome.attempt_facts import AttemptFacts
@@ -32,6 +34,7 @@ PAUSE_S = 5.0
 SECOND_ANSWER_S = 5.0  # how long a second answer of Slurm is waited for
 REQUEUE_TRIES = 120  # to requeue a job, each after a look at Slurm's record of the job
 REFUSED_PAUSES_S = 10.0, 30.0
+MAY_BE_REQUEUED = "Requeue=1"  # of a job of a chain, or of a site that does not requeue by default
 VERDICT_S = 20.0  # of the job's time, kept free for the end of its verdict
 UNSETTLED = ("SUSPENDED", "CONFIGURING")  # of a job whose batch script runs: it says nothing yet
 
@@ -101,25 +104,26 @@ def carry_out_verdict(
         if is_interactive:
             say(f"go on with: hpc-ddp submit --backend salloc --run {run.quoted}")
             return CAN_GO_ON
-        return _requeue(run, attempt, environ, facts, verdict.pause_s)
+        return _go_on(run, attempt, environ, facts, verdict.pause_s)
     if verdict.cause == Cause.SUPERSEDED and facts.bad_nodes and run.is_newest(facts.attempt):
         # Slurm itself has requeued the job, since it has lost a node.
         keep_off(run, own_id(environ), _last_moment(attempt, environ))
     return verdict.exit_code
 
 
-def _requeue(
+def _go_on(
     run: RunFolder,
     attempt: AttemptFolder,
     environ: dict[str, str],
     facts: AttemptFacts,
     pause_s: float,
+    is_chain: bool = False,
 ) -> int:
     """Requeue the job, if this attempt still is its current one; return the batch script's exit
     code. After a requeue the job is kept off bad nodes, has its full time limit again, is put off
-    by `pause_s` seconds, and Slurm ends the batch shell. Where the site refuses the requeue, a new
-    job is queued; where it refuses that, too, both are tried again after each of
-    `REFUSED_PAUSES_S`.
+    by `pause_s` seconds, and Slurm ends the batch shell. Where Slurm refuses the requeue, a new job
+    is queued; in a chain (`is_chain`) that comes first, and the requeue where it is refused. Where
+    Slurm refuses both, they are tried again after each of `REFUSED_PAUSES_S`.
 
     The code is 0 if the run goes on, also where this attempt is not the current one. It is
     `CAN_GO_ON` where the user has cancelled the run, where the job is over by now, where
@@ -133,7 +137,8 @@ def _requeue(
     # `scancel` since then. Where Slurm is slow, its answer from before the verdict counts.
     soon = min(give_up, time.monotonic() + SECOND_ANSWER_S)
     job = ask_about_job(job_id, is_quiet=True, give_up=soon) or facts.job
-    is_refused, pauses = False, [*REFUSED_PAUSES_S]  # Slurm has refused a requeue
+    refusals, pauses = 0, [*REFUSED_PAUSES_S]
+    wants_new_job = is_chain
     may_be_done = False  # a requeue got no answer, and may have been made
     for _ in range(REQUEUE_TRIES):
         job = job or ask_about_job(job_id, give_up=give_up)  # None: the answer is too old
@@ -155,29 +160,31 @@ def _requeue(
             job = None
             time.sleep(PAUSE_S)
             continue
-        if is_refused:
+        if wants_new_job:
             if _queue_new_job(run, attempt, environ):
                 return 0
-            # A plugin, or a limit of the account, may have refused both for a moment.
+        else:
+            try:
+                if refusals:  # of a new job, so that nothing else is left
+                    slurm.update_job(job_id, MAY_BE_REQUEUED)
+                slurm.requeue(job_id)
+            except slurm.NoAnswerError as error:
+                say(f"{error.message}; trying again")
+                job, may_be_done = None, True
+                time.sleep(PAUSE_S)
+                continue
+            except HpcDdpError as error:
+                say(error.message)
+            else:
+                _prepare_next_start(run, facts, job_id, job, give_up, pause_s)
+                return 0  # at once: Slurm would wait KillWait for a shell that lives on
+        # Slurm also refuses where the job was requeued, or cancelled, a moment ago: a new job
+        # would then run beside the old one. So the next round asks before it queues one.
+        job, wants_new_job, refusals = None, not wants_new_job, refusals + 1
+        if refusals % 2 == 0:  # a plugin, or a limit of the account, may refuse both for a moment
             if not pauses or time.monotonic() + pauses[0] > give_up:
                 break
             time.sleep(pauses.pop(0))
-            job, is_refused = None, False
-            continue
-        try:
-            slurm.requeue(job_id)
-        except slurm.NoAnswerError as error:
-            say(f"{error.message}; trying again")
-            job, may_be_done = None, True
-            time.sleep(PAUSE_S)
-        except HpcDdpError as error:
-            say(error.message)
-            # Slurm also refuses where the job was requeued, or cancelled, a moment ago: a new job
-            # would then run beside the old one. So the next round asks before it queues one.
-            is_refused, job = True, None
-        else:
-            _prepare_next_start(run, facts, job_id, job, give_up, pause_s)
-            return 0  # at once: Slurm would wait KillWait for a shell that lives on
     return _leave_to_the_user(run)
 
 
@@ -283,6 +290,51 @@ def _leave_to_the_user(run: RunFolder) -> int:
     return CAN_GO_ON
 
 
+def command_to_go_on(environ: dict[str, str]) -> str:
+    """Return the command by which the user continues the run of this job."""
+    return f"hpc-ddp submit --run {shlex.quote(environ.get('HPC_DDP_RUN', 'RUN'))}"
+
+
+def end_for_disk(call: str, environ: dict[str, str], error: OSError) -> int:
+    """Print that the disk has refused a call of the batch script by `error`, and how the run goes
+    on; return the exit code. After ``begin`` and ``verdict`` the job is requeued (`_start_again`):
+    the code is then 0, and the batch shell ends. Else it is `CAN_GO_ON`."""
+    say(f"the run's folder can't be used: {error}")
+    if call in ("begin", "verdict") and _start_again(environ):
+        if call == "begin":
+            answer("exit 0")
+        return 0
+    say(f"once it can: {command_to_go_on(environ)}")
+    return CAN_GO_ON
+
+
+def _start_again(environ: dict[str, str]) -> bool:
+    """Requeue the job, in which only the disk is in the way of a start or of a verdict; print that,
+    and return True. False where the job or its run is over, or was cancelled or started anew, after
+    ``max_failures`` starts in vain, where a bound permits no requeue, in an allocation, and where
+    Slurm refuses it, which is printed, or job.json can't be read."""
+    restarts = int(environ.get(RESTARTS) or environ.get("SLURM_RESTART_COUNT") or 0)
+    job = None if INTERACTIVE in environ else ask_about_job(own_id(environ))
+    if job is None or job.restarts != restarts or _is_over(job):
+        return False
+    try:
+        run = run_of_job(environ)
+        spec = JobSpec.from_json(run.job_json.read_bytes())
+        ids = [attempt.info.get("job_id") for attempt in run.attempts()]
+        vain_starts = 1 + restarts - ids.count(environ["SLURM_JOB_ID"])
+        most = min(run.most_requeues, math.inf if spec.max_requeues is None else spec.max_requeues)
+        if run.cancelled.exists() or restarts >= most or vain_starts > spec.max_failures:
+            return False
+        if spec.continue_by == "resubmit":
+            slurm.update_job(own_id(environ), MAY_BE_REQUEUED)
+        slurm.requeue(own_id(environ))
+    except (OSError, HpcDdpError) as error:
+        say(str(error))
+        return False
+    say("it is started again")
+    return True
+
+
 def _end_link(
     run: RunFolder,
     attempt: AttemptFolder,
@@ -293,11 +345,11 @@ def _end_link(
     """End one job of a chain; return the batch script's exit code.
 
     If the verdict is a requeue, the next job, which waits already, is kept off bad nodes and put
-    off by the verdict's pause. A next job that is missing, or over already, is queued anew, unless
-    a person has cancelled it. The code is then 0, or `CAN_GO_ON` where there is no next job. After
-    any other verdict the next job is cancelled, unless the attempt is superseded, and the code is
-    the verdict's own. Refusals of Slurm are printed. Raises OSError if the run's folder can't be
-    read or written.
+    off by the verdict's pause. A next job that is missing, or over already, is queued anew
+    (`_go_on`), unless a person has cancelled it. The code is then 0, or `CAN_GO_ON` where the run
+    does not go on. After any other verdict the next job is cancelled, unless the attempt is
+    superseded, and the code is the verdict's own. Refusals of Slurm are printed. Raises OSError if
+    the run's folder can't be read or written.
     """
     link = attempt.link
     if verdict.action == Action.REQUEUE:
@@ -311,9 +363,8 @@ def _end_link(
             keep_off(run, link.id, give_up)
         if link:
             _put_off(link.id, verdict.pause_s)
-        if link or _queue_new_job(run, attempt, environ):
             return 0
-        return _leave_to_the_user(run)
+        return _go_on(run, attempt, environ, facts, verdict.pause_s, is_chain=True)
     if link and verdict.cause != Cause.SUPERSEDED:
         try:
             slurm.cancel([link.id])

@@ -6,8 +6,6 @@ over a process group of its own, and publishes. The next save waits for it.
 
 from __future__ import annotations
 
-import errno
-import shutil
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -21,6 +19,7 @@ from hpc_ddp.core import checkpoints
 from hpc_ddp.core.checkpoints import FileFacts
 from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.errors import HpcDdpError
+from hpc_ddp.core.file_io import NO_ROOM
 from hpc_ddp.core.journal.events import CheckpointSaved, SaveFailed
 from hpc_ddp.core.journal.journal import Journal
 from hpc_ddp.core.run_folder import RunFolder
@@ -44,7 +43,6 @@ from hpc_ddp.training.process.control import Control
 
 TRIES = 3  # failed saves in a row that end the run, if they are spread over `PATIENCE_S`
 PATIENCE_S = 30.0
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 NON_FINITE = "non-finite"  # a rank's answer in place of what it has written
 
 T = TypeVar("T")
@@ -354,16 +352,10 @@ class Checkpoints(Restorer):
             schedule.prune(self._run.checkpoints, keep, [content.step, best["step"], *pinned])
 
     def _remove_parcel(self) -> bool:
-        """On rank 0: remove the parcel of ``--stage``, note that in the run, print it, and return
-        True. Return False where there is no parcel, or the attempt is superseded. Raise OSError if
-        the attempts can't be listed."""
-        if not self._run.parcel.exists() or not self._run.is_newest(self._attempt):
-            return False
-        shutil.rmtree(self._run.parcel, ignore_errors=True)
-        with suppress(OSError):  # it is written once there is room
-            self._run.unstage("its disk had no room for a checkpoint")
-        say(f"no room for a checkpoint: {self._run.parcel} of --stage is removed")
-        return True
+        """On rank 0: remove the parcel of ``--stage`` (`RunFolder.remove_parcel`), and return True.
+        Return False where there is no parcel, or the attempt is superseded. Raise OSError if the
+        attempts can't be listed."""
+        return self._run.is_newest(self._attempt) and self._run.remove_parcel("a checkpoint")
 
     def _make_room(self, content: Content) -> None:
         """On rank 0: remove all checkpoints but the newest `schedule.LEAST_KEPT`, the best ones,

@@ -282,7 +282,7 @@ def test_a_damaged_record_ends_in_a_sentence(
     record.write_text(record.read_text().replace('"n1"', '["n1"]'))
     assert call("verdict") == CAN_GO_ON
     assert printed[-1].startswith("a file of the attempt is damaged (TypeError(")
-    assert printed[-1].endswith("to go on: hpc-ddp submit --run RUN")
+    assert printed[-1].endswith(f"to go on: hpc-ddp submit --run {run.path}")
 
 
 @pytest.mark.parametrize(
@@ -336,7 +336,8 @@ def test_a_refused_call_is_reported(
         "hint: start a new one: hpc-ddp submit",
     ]
     assert call("interrupted", HPC_DDP_ATTEMPT="9") == 75
-    assert "the run's folder can't be used: " in printed[-1]
+    assert "the run's folder can't be used: " in printed[-2]
+    assert printed[-1] == f"once it can: hpc-ddp submit --run {run.path}"
 
 
 def test_the_last_event_of_an_attempt_is_its_verdict(

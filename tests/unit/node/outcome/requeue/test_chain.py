@@ -12,13 +12,14 @@ from hpc_ddp.core.file_io import write_json
 from hpc_ddp.core.job.job_ref import JobRef
 from hpc_ddp.core.journal.enums import Action, Cause
 from hpc_ddp.core.run_folder import RunFolder
-from hpc_ddp.node.outcome import first_job
+from hpc_ddp.node.outcome import first_job, requeue
 from hpc_ddp.node.outcome.chain import queue_next_link
 from hpc_ddp.node.outcome.verdict import Verdict
 from tests.raw_events import raw
 from unit.fakes import Clock, Slurm
 from unit.node.outcome.requeue.fakes import (
     GO_ON,
+    RUNNING,
     SHOWN_JOB,
     blame_nodes,
     changes_of,
@@ -61,6 +62,7 @@ def test_a_link_that_was_not_queued_at_the_start_is_at_the_end(
 ) -> None:
     slurm_commands.answer("sbatch", "8\n")
     slurm_commands.answer("sbatch", err="no", code=1)
+    slurm_commands.answer("scontrol", SHOWN_JOB.format("RUNNING", 2))
     slurm_commands.answer("scontrol", SHOWN_JOB.format("PENDING", 0))
     assert end(continue_by="resubmit") == 0
     assert end(continue_by="resubmit") == 0  # it waits already
@@ -127,8 +129,8 @@ def _answer_about_next(
 ) -> None:
     """Let job 8 be the next one of the chain, and the controller show it so, or not know it."""
     write_json(run.attempt(0).path / "next.json", {"job_id": "8"})
-    forgotten = "case $3 in 8) echo Invalid job id specified >&2; exit 1;; esac; "
-    slurm_commands.answer_by("scontrol", (forgotten if is_forgotten else "") + f"printf '{shown}'")
+    answer = "echo Invalid job id specified >&2; exit 1" if is_forgotten else f"printf '{shown}'"
+    slurm_commands.answer_by("scontrol", f"case $3 in 8) {answer};; *) {RUNNING};; esac")
 
 
 @pytest.mark.parametrize("state", ["CANCELLED by 1000", "DEADLINE", "REVOKED"])
@@ -169,12 +171,46 @@ def test_a_chain_whose_next_job_is_over_gets_another(
     assert printed == [f"job 8, which was to go on, has ended: {state}", "it goes on as job 9"]
 
 
-def test_a_chain_without_a_next_job_is_left_to_the_user(
-    slurm_commands: Slurm, end: Callable[..., int], printed: list[str]
+LIMIT = "AssocMaxSubmitJobLimit"  # MaxSubmitJobs=1, say, permits no job beside the one that runs
+
+
+@pytest.mark.parametrize("is_lifted", [False, True])
+def test_a_chain_whose_next_job_is_refused_goes_on_by_a_requeue(
+    slurm_commands: Slurm,
+    end: Callable[..., int],
+    printed: list[str],
+    clock: Clock,
+    is_lifted: bool,
 ) -> None:
-    slurm_commands.answer("sbatch", err="no", code=1)
+    slurm_commands.answer("sbatch", err=LIMIT, code=1)
+    refusal = "case $1 in requeue) echo Access denied >&2; exit 1;; esac; "
+    slurm_commands.answer_by("scontrol", ("" if not is_lifted else refusal) + RUNNING)
+    slurm_commands.answer("sbatch", "8\n")
+    assert end(continue_by="resubmit") == 0
+    assert changes_of(slurm_commands) == [["update", "JobId=7", "Requeue=1"], ["requeue", "7"]]
+    assert len(slurm_commands.calls("sbatch")) == 1 + is_lifted
+    assert clock.slept == [*requeue.REFUSED_PAUSES_S[:is_lifted]]
+    assert (printed[-1] == "it goes on as job 8") is is_lifted
+
+
+def test_a_chain_whose_next_job_and_requeue_are_refused_is_left_to_the_user(
+    slurm_commands: Slurm, end: Callable[..., int], printed: list[str], clock: Clock
+) -> None:
+    slurm_commands.answer("sbatch", err=LIMIT, code=1)
+    refusal = "case $1 in update) echo Access denied >&2; exit 1;; esac; "
+    slurm_commands.answer_by("scontrol", refusal + RUNNING)
     assert end(continue_by="resubmit") == 75
+    assert clock.slept == [*requeue.REFUSED_PAUSES_S]
     assert "could not be requeued" in printed[-1]
+
+
+def test_a_chain_that_was_cancelled_while_its_verdict_came_gets_no_next_job(
+    slurm_commands: Slurm, end: Callable[..., int], printed: list[str], run: RunFolder
+) -> None:
+    slurm_commands.answer("scontrol", SHOWN_JOB.format("RUNNING", 2))
+    run.cancelled.touch()
+    assert end(continue_by="resubmit") == 75
+    assert slurm_commands.calls("sbatch") == []
 
 
 def test_a_link_that_can_not_be_cancelled_will_find_the_verdict(

@@ -1,0 +1,135 @@
+"""A disk without room at the start of an attempt costs the parcel of `--stage`, or a requeue."""
+
+from __future__ import annotations
+
+import errno
+import os
+from typing import Any
+
+import pytest
+
+from hpc_ddp.core import file_io, run_folder
+from hpc_ddp.core.errors import CAN_GO_ON
+from hpc_ddp.core.job.attempt_folder import AttemptFolder
+from hpc_ddp.core.run_folder import RunFolder
+from hpc_ddp.node import batch
+from unit.fakes import Clock, Slurm, stop_clock
+from unit.node.batch.fakes import answer_scontrol, job_environ, show_job, write_spec
+
+
+def _fill_disk(monkeypatch: pytest.MonkeyPatch, run: RunFolder, error: int = errno.EDQUOT) -> None:
+    """Let the disk have no room for an attempt, unless the parcel is removed."""
+    make_attempt = RunFolder._make_attempt
+    had_parcel = run.parcel.exists()
+
+    def refuse(run: RunFolder, attempt: AttemptFolder, info: dict[str, Any]) -> bool:
+        if had_parcel and not run.parcel.exists():
+            return make_attempt(run, attempt, info)
+        raise OSError(error, os.strerror(error))
+
+    monkeypatch.setattr(RunFolder, "_make_attempt", refuse)
+
+
+def _begin(monkeypatch: pytest.MonkeyPatch, run: RunFolder, **values: str) -> int:
+    for name, value in job_environ(run, **values).items():
+        monkeypatch.setenv(name, value)
+    return batch.main(["begin"])
+
+
+@pytest.fixture
+def patience(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The clock of all that waits for the disk."""
+    return stop_clock(monkeypatch, file_io)
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EDQUOT])
+def test_the_parcel_goes_before_an_attempt_is_refused(
+    controller: Slurm,
+    run: RunFolder,
+    printed: list[str],
+    patience: Clock,
+    monkeypatch: pytest.MonkeyPatch,
+    error: int,
+) -> None:
+    monkeypatch.setattr(run_folder, "say", printed.append)
+    run.parcel.mkdir()
+    (run.parcel / "environment-1").write_bytes(bytes(100))
+    _fill_disk(monkeypatch, run, error)
+    assert _begin(monkeypatch, run) == 0
+    assert run.attempt(0).path.is_dir()
+    assert not run.parcel.exists()
+    assert "no room for an attempt (to allow it again: rm" in run.unstaged.read_text()
+    assert printed == [f"no room for an attempt: {run.parcel} of --stage is removed"]
+    assert patience.slept == []
+
+
+REFUSED = "the run's folder can't be used: [Errno 122] Disk quota exceeded"
+
+
+@pytest.mark.parametrize(
+    ("restarts", "attempts", "spec", "is_requeued"),
+    [
+        (0, 0, {}, True),
+        (2, 0, {}, True),
+        (3, 0, {}, False),
+        (3, 2, {}, True),  # two of the starts were none in vain
+        (1, 1, {"max_requeues": 1}, False),
+        (0, 0, {"max_failures": 0}, False),
+        (0, 0, {"continue_by": "resubmit"}, True),
+    ],
+)
+def test_a_disk_without_room_is_waited_for_in_the_queue(
+    controller: Slurm,
+    run: RunFolder,
+    printed: list[str],
+    patience: Clock,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    restarts: int,
+    attempts: int,
+    spec: dict[str, Any],
+    is_requeued: bool,
+) -> None:
+    write_spec(run, **spec)
+    for _ in range(attempts):
+        run.claim_attempt({"job_id": "7", "nodes": ["n1"]}, lambda info: False)
+    _fill_disk(monkeypatch, run)
+    answer_scontrol(controller, show_job(restarts=restarts))
+    code = _begin(monkeypatch, run, SLURM_RESTART_COUNT=str(restarts))
+    changes = [words for words in controller.calls("scontrol") if words[0] != "show"]
+    allowed = [["update", "JobId=7", "Requeue=1"]] if "continue_by" in spec else []
+    assert changes == ([*allowed, ["requeue", "7"]] if is_requeued else [])
+    assert code == (0 if is_requeued else CAN_GO_ON)
+    assert ("exit 0" in capsys.readouterr().out) is is_requeued
+    end = "it is started again" if is_requeued else f"once it can: hpc-ddp submit --run {run.path}"
+    assert printed == [REFUSED, end]
+
+
+@pytest.mark.parametrize("reason", ["cancelled", "ended", "started anew", "interactive"])
+def test_a_job_that_is_over_is_not_requeued_for_its_disk(
+    controller: Slurm,
+    run: RunFolder,
+    printed: list[str],
+    patience: Clock,
+    monkeypatch: pytest.MonkeyPatch,
+    reason: str,
+) -> None:
+    _fill_disk(monkeypatch, run)
+    state, restarts = "RUNNING", 0
+    if reason == "ended":
+        state = "COMPLETING"
+    if reason == "started anew":
+        restarts = 1
+    if reason == "cancelled":  # while the disk was waited for
+        make_attempt = RunFolder._make_attempt
+
+        def cancel(run: RunFolder, attempt: AttemptFolder, info: dict[str, Any]) -> bool:
+            run.cancelled.touch()
+            return make_attempt(run, attempt, info)
+
+        monkeypatch.setattr(RunFolder, "_make_attempt", cancel)
+    answer_scontrol(controller, show_job(state, restarts))
+    values = {"HPC_DDP_INTERACTIVE": "7"} if reason == "interactive" else {}
+    assert _begin(monkeypatch, run, **values) == CAN_GO_ON
+    assert ["requeue", "7"] not in controller.calls("scontrol")
+    assert printed[-1] == f"once it can: hpc-ddp submit --run {run.path}"
