@@ -30,7 +30,6 @@ PATIENCE_S = 60.0  # of `patiently`
 WORD_BYTES = 1 << 16  # read by `read_word`
 MOST_TEXT_BYTES = 1 << 26  # of one file: a sparse file of terabytes must not fill the memory
 SMALL_BYTES = 1 << 16  # of `SmallFile`
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT)  # of a disk, or of the user's quota
 READER_THREADS = 16  # threads
 ROOT = 0  # the superuser's uid
 MOST_LINKS = 40  # on the way to a file

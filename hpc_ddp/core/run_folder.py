@@ -34,13 +34,15 @@ from typing import Any, TypeVar
 
 from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.errors import HpcDdpError
-from hpc_ddp.core.file_io import NO_ROOM, list_names, make_private, read_json, write_json
+from hpc_ddp.core.file_io import list_names, make_private, read_json, write_json
 from hpc_ddp.core.job.attempt_folder import AttemptFolder, PathIn
 from hpc_ddp.core.job.job_ref import JobRef, remove_duplicates
 from hpc_ddp.core.journal.events import JournalEvent, Queued, Started
 from hpc_ddp.core.journal.journal import Journal, is_finished, node_seconds, read_events
 
 T = TypeVar("T")
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)  # on a disk, or in the user's quota
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,9 @@ from hpc_ddp.core import checkpoints
 from hpc_ddp.core.checkpoints import FileFacts
 from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.errors import HpcDdpError
-from hpc_ddp.core.file_io import NO_ROOM
 from hpc_ddp.core.journal.events import CheckpointSaved, SaveFailed
 from hpc_ddp.core.journal.journal import Journal
-from hpc_ddp.core.run_folder import RunFolder
+from hpc_ddp.core.run_folder import NO_ROOM, RunFolder
 from hpc_ddp.training.checkpoint import schedule
 from hpc_ddp.training.checkpoint.rank_comparison import find_misfit
 from hpc_ddp.training.checkpoint.rank_part import Content, Written, payload_of, write_payload
