@@ -43,7 +43,7 @@ find_top() {
         ext2/ext3 | xfs | btrfs | zfs | f2fs | tmpfs | ramfs | overlayfs) ;;
         *) return 1 ;; # of a file server, or not known
     esac
-    [[ $disk == @(tmpfs|ramfs) ]] || ! is_of_job "$1" || return
+    ! is_of_job "$1" || return
     read -r owner mode < <(stat -Lc '%u %a' "$1" 2>/dev/null)
     (((owner == 0 || owner == EUID) && (!(0$mode & 022) || 0$mode & 01000))) || return
     for try in ${2:+1 2 3}; do # another job of the node may remove an empty one in between
@@ -53,9 +53,10 @@ find_top() {
     is_private
 }
 
-# Whether $1 lies on a folder of a disk that was mounted for this job alone, as job_container/tmpfs
-# does: the name of the folder has the job's id. Slurm empties it at a notice already, under the
-# running job, and a file that changes its name meanwhile ends all further starts of the job.
+# Whether $1 lies in a folder that was mounted for this job alone, as by job_container/tmpfs: the
+# name of the folder has the job's id. Slurm empties it at a notice already, under the running job,
+# and a file that changes its name meanwhile ends all further starts of the job. The /dev/shm of a
+# job is no folder of a disk, and goes as a whole.
 is_of_job() {
     local path point root mounted='' length=0
     path=$(cd "$1" 2>/dev/null && pwd -P)/

@@ -404,16 +404,6 @@ def test_no_folder_is_made_where_slurm_has_mounted_one_for_the_job(packed: Stage
         packed.call("remove", SLURM_JOB_ID="4711")
 
 
-def test_memory_of_the_job_alone_is_taken(packed: Stage) -> None:
-    """No file of it is removed one by one."""
-    mounts = packed.top / "mounts"
-    mounts.write_text(f"2 1 0:9 /4711 {packed.near} rw - tmpfs tmpfs rw\n")
-    environ = _on_disk(packed, "tmpfs") | {"SLURM_JOB_ID": "4711"}
-    lines = f"source {packed.script} none x; mounts={mounts}; places=({packed.near}); find_folder 0"
-    assert subprocess.run(["bash", "-c", lines], env=packed.environ | environ).returncode == 0
-    packed.call("remove", SLURM_JOB_ID="4711")
-
-
 def test_a_tree_that_goes_between_two_steps_is_not_brought_again(packed: Stage) -> None:
     """As where a TaskEpilog empties TMPDIR: each start would read all of the parcel for nothing."""
     shutil.rmtree(_bring(packed).parent)
