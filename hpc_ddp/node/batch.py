@@ -40,7 +40,7 @@ from hpc_ddp.node.net.network import first_port, free_port, reachable_name
 from hpc_ddp.node.outcome import chain, end_step, first_job, requeue
 from hpc_ddp.node.outcome.end_message import notify_of_end
 from hpc_ddp.node.outcome.gather_facts import enforce_budget, judge_attempt, limit_silent_ends
-from hpc_ddp.node.outcome.requeue import VERDICT_S, ask_about_job, command_to_go_on
+from hpc_ddp.node.outcome.requeue import VERDICT_S, ask_about_job
 from hpc_ddp.node.workers.worker import die_with_parent
 from hpc_ddp.slurm_text import Job
 
@@ -395,6 +395,8 @@ def _call(argv: list[str], environ: dict[str, str]) -> int:
     except OSError as error:
         return requeue.end_for_disk(argv[0], environ, error)
     except (KeyError, TypeError, ValueError) as error:
-        say(f"a file of the attempt is damaged ({error!r}); to go on: {command_to_go_on(environ)}")
+        say(
+            f"a file of the attempt is damaged ({error!r}); to go on: {chain.command_to_go_on(environ)}"
+        )
         return CAN_GO_ON
     return 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 import re
+import shlex
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -285,3 +286,8 @@ def _options_of_next(
     if "begin" in script_options:
         options.append("--begin=now")
     return options
+
+
+def command_to_go_on(environ: dict[str, str]) -> str:
+    """Return the command by which the user continues the run of this job."""
+    return f"hpc-ddp submit --run {shlex.quote(environ.get('HPC_DDP_RUN', 'RUN'))}"

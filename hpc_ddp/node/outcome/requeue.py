@@ -8,7 +8,6 @@ whether the job still is in this very attempt.
 from __future__ import annotations
 
 import math
-import shlex
 import time
 from contextlib import suppress
 
@@ -24,7 +23,7 @@ from hpc_ddp.core.job.task_folder import run_of_job
 from hpc_ddp.core.journal.enums import Action, Cause
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node.outcome.attempt_facts import AttemptFacts
-from hpc_ddp.node.outcome.chain import own_id, queue_next_link
+from hpc_ddp.node.outcome.chain import command_to_go_on, own_id, queue_next_link
 from hpc_ddp.node.outcome.excluded_nodes import keep_off
 from hpc_ddp.node.outcome.first_job import RESTARTS
 from hpc_ddp.node.outcome.verdict import Verdict
@@ -288,11 +287,6 @@ def _leave_to_the_user(run: RunFolder) -> int:
     """Print the command by which the user continues a run; return the exit code `CAN_GO_ON`."""
     say(f"could not be requeued; go on with: hpc-ddp submit --run {run.quoted}")
     return CAN_GO_ON
-
-
-def command_to_go_on(environ: dict[str, str]) -> str:
-    """Return the command by which the user continues the run of this job."""
-    return f"hpc-ddp submit --run {shlex.quote(environ.get('HPC_DDP_RUN', 'RUN'))}"
 
 
 def end_for_disk(call: str, environ: dict[str, str], error: OSError) -> int:
