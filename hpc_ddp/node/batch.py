@@ -354,8 +354,7 @@ def _call(argv: list[str], environ: dict[str, str]) -> int:
     """Run the command of the batch script that `argv` names; return its exit code: that of the
     verdict for ``verdict``, 2 for an unknown name, else 0. An HpcDdpError, an OSError and the
     error of a damaged file are printed; the code is the error's own, `CAN_GO_ON`, or that of
-    `requeue.end_for_disk`. After ``failed
-    0``, set-up lines that have ended the job on purpose, a chain's next job is cancelled.
+    `requeue.end_for_disk`. ``failed 0``, for an end on purpose, cancels a chain's next job.
 
     ``begin`` prints bash lines for the batch shell (``exit 0`` where there is nothing to do),
     ``teardown-time`` and ``next-port`` a number. ``warned`` and ``watch`` ignore SIGTERM, and end
@@ -395,8 +394,7 @@ def _call(argv: list[str], environ: dict[str, str]) -> int:
     except OSError as error:
         return requeue.end_for_disk(argv[0], environ, error)
     except (KeyError, TypeError, ValueError) as error:
-        say(
-            f"a file of the attempt is damaged ({error!r}); to go on: {chain.command_to_go_on(environ)}"
-        )
+        reason = f"a file of the attempt is damaged ({error!r})"
+        say(f"{reason}; to go on: {chain.command_to_go_on(environ)}")
         return CAN_GO_ON
     return 0
