@@ -284,6 +284,21 @@ def test_a_set_up_line_that_ends_the_job_ends_the_chain(
     assert "a set-up line has ended the job, with code 0" in "".join(capsys.readouterr())
 
 
+@pytest.mark.parametrize("state", ["COMPLETING", "PREEMPTED"])
+def test_a_job_that_slurm_ends_in_its_set_up_does_not_end_the_chain(
+    controller: Slurm, run: RunFolder, monkeypatch: pytest.MonkeyPatch, state: str
+) -> None:
+    """The shell's code is then that of the command before the signal."""
+    write_spec(run, nodes=2, continue_by="resubmit")
+    controller.answer("sbatch", "8\n")
+    batch.queue_next(job_environ(run))
+    for name, text in job_environ(run).items():
+        monkeypatch.setenv(name, text)
+    answer_scontrol(controller, show_job(state))
+    assert batch.main(["failed", "0"]) == 0
+    assert (read_json(run.early_links), controller.calls("scancel")) == ({"7": "8"}, [])
+
+
 def test_a_cancelled_or_finished_run_queues_no_link(controller: Slurm, run: RunFolder) -> None:
     write_spec(run, nodes=2, continue_by="resubmit")
     write_json(run.early_links, {"6": "7"})
