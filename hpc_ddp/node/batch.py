@@ -365,10 +365,7 @@ def _call(argv: list[str], environ: dict[str, str]) -> int:
                 queue_next(environ)
             case ["failed", "0"]:
                 job = ask_about_job(environ["SLURM_JOB_ID"], is_quiet=True)
-                # A shell that Slurm ends has the code of the command before: 0, as a rule.
-                if job is None or (job.state == "RUNNING" and not job.preempted):
-                    say("a set-up line has ended the job, with code 0: nothing was started")
-                    chain.cancel_next_early(run_of_job(environ), environ)
+                chain.end_by_setup(run_of_job(environ), environ, job)
             case ["begin"]:
                 values = begin(environ)
                 answer("exit 0" if values is None else export_lines(values))

@@ -27,6 +27,7 @@ from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.core.run_index import link_job
 from hpc_ddp.node.outcome import first_job
 from hpc_ddp.node.outcome.excluded_nodes import excluded_nodes
+from hpc_ddp.slurm_text import Job
 
 # By these sbatch may send the next job to another cluster than this job's.
 CLUSTERS_OF_SUBMIT = ("SLURM_CLUSTERS", "SBATCH_CLUSTERS")
@@ -202,6 +203,16 @@ def cancel_next_early(run: RunFolder, environ: dict[str, str]) -> None:
         write_json(run.early_links, early)
         with contextlib.suppress(HpcDdpError):
             slurm.cancel([JobRef.parse(link).id])
+
+
+def end_by_setup(run: RunFolder, environ: dict[str, str], job: Job | None) -> None:
+    """Print that a set-up line has ended the job with code 0, and cancel the next job that
+    `queue_next_early` has queued; do nothing where Slurm ends the job, whose batch shell then has
+    the code of the command before. `job` is Slurm's record of it; None, without an answer, may be
+    that. Raises as `cancel_next_early`."""
+    if job and job.state == "RUNNING" and not job.preempted:
+        say("a set-up line has ended the job, with code 0: nothing was started")
+        cancel_next_early(run, environ)
 
 
 def queue_next_link(

@@ -279,6 +279,7 @@ def test_a_set_up_line_that_ends_the_job_ends_the_chain(
     batch.queue_next(job_environ(run))
     for name, text in job_environ(run).items():
         monkeypatch.setenv(name, text)
+    answer_scontrol(controller, show_job())
     assert batch.main(["failed", "0"]) == 0
     assert (read_json(run.early_links), controller.calls("scancel")) == ({}, [["8"]])
     assert "a set-up line has ended the job, with code 0" in "".join(capsys.readouterr())
