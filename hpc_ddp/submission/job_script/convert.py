@@ -27,6 +27,7 @@ from hpc_ddp.submission.job_script.script_text import (
     fill_in_own_path,
     join_lines,
     leave_out_other_languages,
+    note_misspelt_directives,
     take_shebang,
 )
 from hpc_ddp.submission.job_script.sizes import read_texts
@@ -57,6 +58,7 @@ _CHANGES_CODE = re.compile(r"\bgit\s+(?:-C\s+\S+\s+)?(?:pull|checkout|reset|swit
 _OLD_PYTHON = re.compile(r"(?i:\bpython[\w-]*)[/-](2\.\d|3\.\d(?!\d))[\w.-]*")
 # A point in time, NAME [1], of which a later line makes a duration.
 _TIME = re.compile(r"(?:export\s+)?(\w+)=[\"`$(]*date \+[\"']?%s(?:\.%N)?[\"')`]*")
+_DURATION = re.compile(r"(export\s+)?\w+=([\"`]?\$\(\(|[\"`$(]*(expr|echo)\b)")
 _DRAWN = re.compile(r"\$\{?S?RANDOM\b|\$\{?\$|[(`]\s*(date|mktemp|uuidgen)\b")
 
 
@@ -133,8 +135,7 @@ def _note_values(result: Conversion, numbers: Mapping[str, int]) -> None:
             for name in sorted({match[0] for match in _OF_TASKS.finditer(text)} & numbers.keys()):
                 reason = f"{numbers[name]} there; hpc-ddp's job has one task for each node"
                 result.note(line, f"${name} is {reason}: write it")
-    durations = re.compile(r"(export\s+)?\w+=([\"`]?\$\(\(|[\"`$(]*(expr|echo)\b)")
-    of_names = "\n".join(text for text, _ in lines if not durations.match(text))
+    of_names = "\n".join(text for text, _ in lines if not _DURATION.match(text))
     for text, line in lines:
         time = _TIME.fullmatch(text)
         if time and not re.search(rf"\$\{{?{time[1]}\b", of_names):
@@ -318,6 +319,7 @@ def convert(
             counted=counted, hides=secrets.is_secret,
         )  # fmt: skip
 
+    note_misspelt_directives(text, result)
     text = join_lines(text, result)
     reader = _read_statements(text, make_scope)
     scope = reader.scope

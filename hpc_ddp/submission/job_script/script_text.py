@@ -65,14 +65,18 @@ def take_shebang(first_line: str, result: Conversion) -> None:
             result.append("setup", f"set -{options}", 1)
 
 
+def note_misspelt_directives(text: str, result: Conversion) -> None:
+    """Add a note to `result` on each comment that looks like a directive: ``#BATCH --mem=1G``."""
+    for number, line in enumerate(text.split("\n"), 1):
+        if re.match(r"#[A-RT-Z]?BATCH\s+-", line):
+            reason = "is no directive of sbatch: is #SBATCH meant?"
+            result.note(number, f"{line.split()[0]} {reason}")
+
+
 def join_lines(text: str, result: Conversion) -> str:
     """Return a script's text with lines joined as their backslashes are meant (`join_cut_lines`),
     with a note in `result` on each, and on each comment that ends a command. Raise as
     `syntax.parse`."""
-    for number, content in enumerate(text.split("\n"), 1):
-        if re.match(r"#[A-RT-Z]?BATCH\s+-", content):
-            reason = "is no directive of sbatch: is #SBATCH meant?"
-            result.note(number, f"{content.split()[0]} {reason}")
     text, cut_lines = join_cut_lines(text)
     for line in cut_lines:
         reason = "a backslash before a blank does not go on in the next line: read as it is meant"

@@ -252,11 +252,11 @@ def _write_lines(lines: list[str], document: _Document, scope: Scope, unexported
     variable that the script sets and does not export (`unexported`), and the document does not set.
     """
     of_job: set[str] = set()
+    public = {name for name in unexported if not scope.hides(name, "unknown")}
     for number in document.numbers:
         is_cut = source(document.word.prev_sibling) == "<<-"
         line = lines[number - 1].lstrip("\t" if is_cut else "")  # "": nothing is cut
         if source(document.word)[:1] not in "\"'\\":  # unquoted
-            public = {name for name in unexported if not scope.hides(name, "unknown")}
             expanded = _expand(line, scope, public, of_job)
             if expanded is None and not line.startswith("#SBATCH"):
                 return False

@@ -35,10 +35,8 @@ def is_last(node: Node) -> bool:
     blocks = {"program", "if_statement", "elif_clause", "else_clause", "case_statement",
               "case_item", "compound_statement"}  # fmt: skip
     while node.parent and node.parent.type in blocks:
-        behind, sibling = [], node.next_named_sibling
-        while sibling:
-            behind.append(sibling)
-            sibling = sibling.next_named_sibling
+        siblings = node.parent.named_children
+        behind = [sibling for sibling in siblings if sibling.start_byte >= node.end_byte]
         in_branch = ("elif_clause", "else_clause", "case_item")
         if not all(s.type in in_branch or only_reports(s) for s in behind):
             return False

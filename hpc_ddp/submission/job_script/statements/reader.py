@@ -259,14 +259,16 @@ class Reader(BranchReading):
             self._read_node(last)
             return
         count, parts = len(self.statements), [first]  # between two launches each is read by itself
-        while self._has_launch(last) and parts[0].type == "list" and "||" not in source(parts[0]):
+        is_between = self._has_launch(last)
+        while is_between and parts[0].type == "list" and "||" not in source(parts[0]):
             parts[:1] = parts[0].named_children[0], parts[0].named_children[-1]
         for part in parts:
             self._read_node(part)
-        self.statements[-1].around = "" if self._has_launch(last) else source(node)
-        if node.children[1].type == "&&" and self._has_launch(last):
+        starts_launch = self._has_launch(last)  # by now also by a variable that a part has set
+        self.statements[-1].around = "" if starts_launch else source(node)
+        if node.children[1].type == "&&" and starts_launch:
             self._end_after_failures(count)
-        if self._has_launch(last) or not self._has_launch(first):
+        if starts_launch or not self._has_launch(first):
             self._read_node(last)
         elif blocks.only_reports(last, self._find_reporting_functions()):
             self._resolve(last, VERDICT, OURS)

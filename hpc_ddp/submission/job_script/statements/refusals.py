@@ -35,6 +35,8 @@ _STEP = re.compile(
     r"|nvidia-smi|env|printenv|mkdir|cp|ls|rm|uname)\b)",
     re.S,
 )
+# A text that starts with a launcher of a program, or starts one of Python.
+_STARTS = re.compile(rf"\b(torchrun|deepspeed|accelerate launch)\s.*\.py\b|{STARTS_PYTHON}", re.S)
 # A command whose first word is a variable's.
 _BY_VARIABLE = re.compile(r"(?:(?:eval|exec|time|nohup)\s+)*[\"'`]?\$\{?(\w+)")
 # A node's address, asked for by ssh.
@@ -294,10 +296,7 @@ class Refusals:
         words, with the values of variables in them: ``run_with_retry "$LAUNCH"``."""
         texts = [self._fill_in_values(word.text) for word in statement.words]
         is_print = PRINTS.match(statement.text) or re.match(r"(log|echo|tee)\w*\b", statement.text)
-        starts = re.compile(
-            rf"\b(torchrun|deepspeed|accelerate launch)\s.*\.py\b|{STARTS_PYTHON}", re.S
-        )
-        return not is_print and any(" " in text and starts.match(text) for text in texts)
+        return not is_print and any(" " in text and _STARTS.match(text) for text in texts)
 
     def _find_shell_reason(self, statement: Statement, training: Statement) -> str:
         """Return why a statement behind a child shell, ``( … )``, that has the `training` in it

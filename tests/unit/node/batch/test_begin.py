@@ -268,17 +268,22 @@ def test_a_link_queues_the_next_one_before_its_set_up(controller: Slurm, run: Ru
     assert len(controller.calls("sbatch")) == 1
 
 
+def _queue_next_link(controller: Slurm, run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queue job 8 as the next one of a chain, and set the variables of its first job."""
+    write_spec(run, nodes=2, continue_by="resubmit")
+    controller.answer("sbatch", "8\n")
+    batch.queue_next(job_environ(run))
+    for name, text in job_environ(run).items():
+        monkeypatch.setenv(name, text)
+
+
 def test_a_set_up_line_that_ends_the_job_ends_the_chain(
     controller: Slurm,
     run: RunFolder,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    write_spec(run, nodes=2, continue_by="resubmit")
-    controller.answer("sbatch", "8\n")
-    batch.queue_next(job_environ(run))
-    for name, text in job_environ(run).items():
-        monkeypatch.setenv(name, text)
+    _queue_next_link(controller, run, monkeypatch)
     answer_scontrol(controller, show_job())
     assert batch.main(["failed", "0"]) == 0
     assert (read_json(run.early_links), controller.calls("scancel")) == ({}, [["8"]])
@@ -290,11 +295,7 @@ def test_a_job_that_slurm_ends_in_its_set_up_does_not_end_the_chain(
     controller: Slurm, run: RunFolder, monkeypatch: pytest.MonkeyPatch, state: str
 ) -> None:
     """The shell's code is then that of the command before the signal."""
-    write_spec(run, nodes=2, continue_by="resubmit")
-    controller.answer("sbatch", "8\n")
-    batch.queue_next(job_environ(run))
-    for name, text in job_environ(run).items():
-        monkeypatch.setenv(name, text)
+    _queue_next_link(controller, run, monkeypatch)
     answer_scontrol(controller, show_job(state))
     assert batch.main(["failed", "0"]) == 0
     assert (read_json(run.early_links), controller.calls("scancel")) == ({"7": "8"}, [])
