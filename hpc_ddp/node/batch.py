@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import re
 import signal
 import socket
 import threading
@@ -27,6 +26,7 @@ from hpc_ddp.core.file_io import patiently, read_seconds, read_word
 from hpc_ddp.core.job.attempt_folder import AttemptFolder
 from hpc_ddp.core.job.job_ref import JobRef
 from hpc_ddp.core.job.options import JobSpec
+from hpc_ddp.core.job.slurm_values import least_cpus
 from hpc_ddp.core.job.task_folder import run_of_job
 from hpc_ddp.core.job.trackers import tracker_env
 from hpc_ddp.core.job.variables import export_lines
@@ -37,10 +37,11 @@ from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.core.run_index import link_job
 from hpc_ddp.live_jobs import is_attempt_live
 from hpc_ddp.node.net.network import first_port, free_port, reachable_name
-from hpc_ddp.node.outcome import chain, end_step, first_job, requeue
+from hpc_ddp.node.outcome import chain, first_job, requeue, vain_start
 from hpc_ddp.node.outcome.end_message import notify_of_end
 from hpc_ddp.node.outcome.gather_facts import enforce_budget, judge_attempt, limit_silent_ends
 from hpc_ddp.node.outcome.requeue import VERDICT_S, ask_about_job
+from hpc_ddp.node.watch import end_step
 from hpc_ddp.node.workers.worker import die_with_parent
 from hpc_ddp.slurm_text import Job
 
@@ -153,13 +154,6 @@ def _check_cpus(spec: JobSpec, environ: dict[str, str]) -> int:
             f" will be slow; hint: --cpus-per-node {4 * spec.workers_per_node}"
         )
     return cpus
-
-
-def least_cpus(counts: str) -> int:
-    """Return the number of CPUs that the job has on its smallest node by `counts`, the text of
-    SLURM_JOB_CPUS_PER_NODE like ``72(x2),36``; 1 for an empty text."""
-    per_node = re.findall(r"(\d+)(?:\(x\d+\))?(?:,|$)", counts)  # (x2): on two nodes
-    return min((int(count) for count in per_node), default=1)
 
 
 def attempt_env(
@@ -354,7 +348,8 @@ def _call(argv: list[str], environ: dict[str, str]) -> int:
     """Run the command of the batch script that `argv` names; return its exit code: that of the
     verdict for ``verdict``, 2 for an unknown name, else 0. An HpcDdpError, an OSError and the
     error of a damaged file are printed; the code is the error's own, `CAN_GO_ON`, or that of
-    `requeue.end_for_disk`. ``failed 0``, for an end on purpose, cancels a chain's next job.
+    `vain_start.end_for_disk`. ``failed 0``, for an end on purpose, cancels a chain's next job;
+    ``cut-off`` is for set-up lines that Slurm ends.
 
     ``begin`` prints bash lines for the batch shell (``exit 0`` where there is nothing to do),
     ``teardown-time`` and ``next-port`` a number. ``warned`` and ``watch`` ignore SIGTERM, and end
@@ -366,6 +361,8 @@ def _call(argv: list[str], environ: dict[str, str]) -> int:
             case ["failed", "0"]:
                 job = ask_about_job(environ["SLURM_JOB_ID"], is_quiet=True)
                 chain.end_by_setup(run_of_job(environ), environ, job)
+            case ["cut-off"]:
+                vain_start.requeue_cut_off_setup(environ)
             case ["begin"]:
                 values = begin(environ)
                 answer("exit 0" if values is None else export_lines(values))
@@ -392,7 +389,7 @@ def _call(argv: list[str], environ: dict[str, str]) -> int:
             say(f"hint: {error.hint}")
         return error.exit_code
     except OSError as error:
-        return requeue.end_for_disk(argv[0], environ, error)
+        return vain_start.end_for_disk(argv[0], environ, error)
     except (KeyError, TypeError, ValueError) as error:
         reason = f"a file of the attempt is damaged ({error!r})"
         say(f"{reason}; to go on: {chain.command_to_go_on(environ)}")

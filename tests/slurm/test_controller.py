@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from cluster import Cluster
+from cluster_build import Proctrack
 from harness import (
     BACKENDS,
     DIGITS,
@@ -24,6 +25,7 @@ from harness import (
     Job,
     in_one_go,
     same_weights,
+    use,
 )
 
 from hpc_ddp import slurm
@@ -243,6 +245,33 @@ def test_a_chain_that_is_preempted_in_its_set_up(
     second = Job(settings, job.events("started")[0]["job_id"], job.run)
     assert second.id != job.id
     assert second.end() == "COMPLETED", job.output()
+    assert same_weights(job, walked)
+
+
+@pytest.mark.more
+@pytest.mark.row(
+    "set-up lines that still run at the time limit, or at a preemption with PreemptMode CANCEL",
+    promise="requeued, and goes on",
+)
+@pytest.mark.parametrize("proctrack", ["linuxproc", "cgroup"])
+@pytest.mark.parametrize("cause", ["time limit", "preemption"])
+def test_set_up_lines_that_are_cut_off(
+    hpc: Hpc, settings: Cluster, walked: Job, tmp_path: Path, cause: str, proctrack: Proctrack
+) -> None:
+    """The first start stands in its set-up; the second one's set-up lets it pass."""
+    use(settings, proctrack)
+    settings.reconfigure(extra=CANCELS.format(grace=0))
+    mark = tmp_path / "passed"
+    wait = f"[ -e {mark} ] || {{ touch {mark}; sleep 600; }}"
+    words = ("--partition", "lowc", "--setup", wait, "--time", "5")
+    job = hpc.submit(*words, *ONE_BY_TWO, *QUICK_WALK)
+    job.until(mark.exists, "the set-up line")
+    if cause == "preemption":
+        job.preempt()
+    else:
+        job.set_time_limit(1)
+    assert job.end() == "COMPLETED", job.output()
+    assert job.show()["Restarts"] == "1"
     assert same_weights(job, walked)
 
 

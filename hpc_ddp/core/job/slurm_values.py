@@ -136,3 +136,10 @@ def array_indexes(array: str) -> list[int]:
             )
         indexes += span
     return indexes
+
+
+def least_cpus(counts: str) -> int:
+    """Return the number of CPUs that the job has on its smallest node by `counts`, the text of
+    SLURM_JOB_CPUS_PER_NODE like ``72(x2),36``; 1 for an empty text."""
+    per_node = re.findall(r"(\d+)(?:\(x\d+\))?(?:,|$)", counts)  # (x2): on two nodes
+    return min((int(count) for count in per_node), default=1)

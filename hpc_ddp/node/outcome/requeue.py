@@ -13,17 +13,16 @@ from contextlib import suppress
 
 from hpc_ddp import slurm
 from hpc_ddp.core.attempt_env import INTERACTIVE, AttemptEnv
-from hpc_ddp.core.console.terminal import answer, say
+from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.errors import CAN_GO_ON, HpcDdpError
 from hpc_ddp.core.file_io import read_seconds
 from hpc_ddp.core.job.attempt_folder import AttemptFolder
 from hpc_ddp.core.job.job_ref import JobRef
 from hpc_ddp.core.job.options import JobSpec
-from hpc_ddp.core.job.task_folder import run_of_job
 from hpc_ddp.core.journal.enums import Action, Cause
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node.outcome.attempt_facts import AttemptFacts
-from hpc_ddp.node.outcome.chain import command_to_go_on, own_id, queue_next_link
+from hpc_ddp.node.outcome.chain import own_id, queue_next_link
 from hpc_ddp.node.outcome.excluded_nodes import keep_off
 from hpc_ddp.node.outcome.first_job import RESTARTS
 from hpc_ddp.node.outcome.verdict import Verdict
@@ -63,9 +62,15 @@ def count_restarts(environ: dict[str, str]) -> int:
     where `first_job.variables` has changed it, `RESTARTS` has that value. Raises KeyError where the
     count is not 0 and SLURM_JOB_ID is not set.
     """
-    restarts = int(environ.get(RESTARTS) or environ.get("SLURM_RESTART_COUNT") or 0)
+    restarts = noted_restarts(environ)
     job = ask_about_job(environ["SLURM_JOB_ID"]) if restarts else None
     return job.restarts if job else restarts
+
+
+def noted_restarts(environ: dict[str, str]) -> int:
+    """Return how often this job was started again by the variables of its environment, 0 without
+    them; a job that was submitted in one that had restarts has inherited SLURM_RESTART_COUNT."""
+    return int(environ.get(RESTARTS) or environ.get("SLURM_RESTART_COUNT") or 0)
 
 
 def await_settled_job(job_id: str) -> Job | None:
@@ -152,7 +157,7 @@ def _go_on(
                 return 0
             say(f"attempt {facts.attempt} is no longer the job's current one: left alone")
             return 0
-        if run.cancelled.exists() or _is_over(job):
+        if run.cancelled.exists() or is_over(job):
             say(f"the job is {job.state} by now: not requeued")
             return CAN_GO_ON
         if job.state in UNSETTLED:
@@ -187,7 +192,7 @@ def _go_on(
     return _leave_to_the_user(run)
 
 
-def _is_over(job: Job) -> bool:
+def is_over(job: Job) -> bool:
     """Return whether a job must be left as it is: it was cancelled, it has ended, or it waits.
     False after a preemption or the end of its time, when Slurm still takes a requeue, and in
     COMPLETING, the state of a job whose batch script still runs."""
@@ -287,46 +292,6 @@ def _leave_to_the_user(run: RunFolder) -> int:
     """Print the command by which the user continues a run; return the exit code `CAN_GO_ON`."""
     say(f"could not be requeued; go on with: hpc-ddp submit --run {run.quoted}")
     return CAN_GO_ON
-
-
-def end_for_disk(call: str, environ: dict[str, str], error: OSError) -> int:
-    """Print that the disk has refused a call of the batch script by `error`, and how the run goes
-    on; return the exit code. After ``begin`` and ``verdict`` the job is requeued (`_start_again`):
-    the code is then 0, and the batch shell ends. Else it is `CAN_GO_ON`."""
-    say(f"the run's folder can't be used: {error}")
-    if call in ("begin", "verdict") and _start_again(environ):
-        if call == "begin":
-            answer("exit 0")
-        return 0
-    say(f"once it can: {command_to_go_on(environ)}")
-    return CAN_GO_ON
-
-
-def _start_again(environ: dict[str, str]) -> bool:
-    """Requeue the job, in which only the disk is in the way of a start or of a verdict; print that,
-    and return True. False where the job or its run is over, or was cancelled or started anew, after
-    ``max_failures`` starts in vain, where a bound permits no requeue, in an allocation, and where
-    Slurm refuses it, which is printed, or job.json can't be read."""
-    restarts = int(environ.get(RESTARTS) or environ.get("SLURM_RESTART_COUNT") or 0)
-    job = None if INTERACTIVE in environ else ask_about_job(own_id(environ))
-    if job is None or job.restarts != restarts or _is_over(job):
-        return False
-    try:
-        run = run_of_job(environ)
-        spec = JobSpec.from_json(run.job_json.read_bytes())
-        ids = [attempt.info.get("job_id") for attempt in run.attempts()]
-        vain_starts = 1 + restarts - ids.count(environ["SLURM_JOB_ID"])
-        most = min(run.most_requeues, math.inf if spec.max_requeues is None else spec.max_requeues)
-        if run.cancelled.exists() or restarts >= most or vain_starts > spec.max_failures:
-            return False
-        if spec.continue_by == "resubmit":
-            slurm.update_job(own_id(environ), MAY_BE_REQUEUED)
-        slurm.requeue(own_id(environ))
-    except (OSError, HpcDdpError) as error:
-        say(str(error))
-        return False
-    say("it is started again")
-    return True
 
 
 def _end_link(

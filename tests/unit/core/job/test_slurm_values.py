@@ -9,6 +9,7 @@ from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.job.slurm_values import (
     array_indexes,
     gpus_of,
+    least_cpus,
     parse_signal,
     parse_time,
     slurm_seconds,
@@ -107,3 +108,10 @@ def test_signals_are_parsed_in_all_of_sbatchs_forms(text: str, expected: tuple[s
 )
 def test_gpus_of_a_node_are_parsed(gres: str, gpus: tuple[tuple[str, int], ...]) -> None:
     assert gpus_of(gres) == gpus
+
+
+@pytest.mark.parametrize(
+    ("text", "cpus"), [("64(x2),48", 48), ("8", 8), ("36,72(x12)", 36), ("", 1), ("4(x16)", 4)]
+)
+def test_the_smallest_node_sets_the_cpus(text: str, cpus: int) -> None:
+    assert least_cpus(text) == cpus

@@ -9,7 +9,7 @@ from hpc_ddp.core.job.attempt_folder import AttemptFolder
 from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node import batch
-from hpc_ddp.node.outcome import chain, excluded_nodes, gather_facts, requeue
+from hpc_ddp.node.outcome import chain, excluded_nodes, gather_facts, requeue, vain_start
 from unit.fakes import Clock, Slurm, stop_clock
 from unit.node.batch.fakes import END, answer_scontrol, show_job
 
@@ -43,6 +43,6 @@ def attempt(run: RunFolder) -> AttemptFolder:
 def printed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The messages to the user."""
     lines: list[str] = []
-    for module in (batch, chain, excluded_nodes, gather_facts, requeue):
+    for module in (batch, chain, excluded_nodes, gather_facts, requeue, vain_start):
         monkeypatch.setattr(module, "say", lines.append)
     return lines

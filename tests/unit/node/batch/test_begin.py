@@ -333,13 +333,6 @@ def test_the_second_shell_of_an_allocation_is_refused(
     assert begin(environ) is not None
 
 
-@pytest.mark.parametrize(
-    ("text", "cpus"), [("64(x2),48", 48), ("8", 8), ("36,72(x12)", 36), ("", 1), ("4(x16)", 4)]
-)
-def test_the_smallest_node_sets_the_cpus(text: str, cpus: int) -> None:
-    assert batch.least_cpus(text) == cpus
-
-
 def test_exported_values_survive_a_shell() -> None:
     lines = export_lines({"A": "a b'$(x)", "B": ""})
     done = subprocess.run(

@@ -18,8 +18,8 @@ from hpc_ddp.core.attempt_env import AttemptEnv
 from hpc_ddp.core.errors import HpcDdpError
 from hpc_ddp.core.job.attempt_folder import AttemptFolder
 from hpc_ddp.core.run_folder import RunFolder
-from hpc_ddp.node.outcome import end_step
-from hpc_ddp.node.outcome.end_step import ENDED_S, KEPT_S, guard_step
+from hpc_ddp.node.watch import end_step
+from hpc_ddp.node.watch.end_step import ENDED_S, KEPT_S, guard_step
 from unit.fakes import Clock, stop_clock
 from unit.node.batch.fakes import step_environ, write_record
 

@@ -101,8 +101,42 @@ def test_a_disk_without_room_is_waited_for_in_the_queue(
     assert changes == ([*allowed, ["requeue", "7"]] if is_requeued else [])
     assert code == (0 if is_requeued else CAN_GO_ON)
     assert ("exit 0" in capsys.readouterr().out) is is_requeued
-    end = "it is started again" if is_requeued else f"once it can: hpc-ddp submit --run {run.path}"
-    assert printed == [REFUSED, end]
+    vain_starts = restarts + 1 - attempts
+    bound = f"the job was requeued {restarts} times, {vain_starts} starts came to nothing"
+    refusal = [bound, f"once it can: hpc-ddp submit --run {run.path}"]
+    assert printed == [REFUSED, *(["it is started again"] if is_requeued else refusal)]
+
+
+@pytest.mark.parametrize(
+    ("record", "spec", "is_requeued"),
+    [
+        (show_job("COMPLETING").replace("Reason=None", "Reason=TimeLimit"), {}, True),
+        (show_job("COMPLETING"), {}, False),  # scancel
+        (show_job("COMPLETING", restarts=1), {}, False),  # requeued by Slurm
+        (
+            show_job("COMPLETING").replace("Reason=None", "Reason=TimeLimit"),
+            {"max_failures": 0},
+            False,
+        ),
+        (show_job("RUNNING"), {"continue_by": "resubmit"}, False),
+    ],
+)
+def test_set_up_lines_that_are_cut_off_are_run_again(
+    controller: Slurm,
+    run: RunFolder,
+    printed: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    record: str,
+    spec: dict[str, Any],
+    is_requeued: bool,
+) -> None:
+    write_spec(run, **spec)
+    answer_scontrol(controller, record)
+    for name, value in job_environ(run).items():
+        monkeypatch.setenv(name, value)
+    assert batch.main(["cut-off"]) == 0
+    assert (["requeue", "7"] in controller.calls("scontrol")) is is_requeued
+    assert ("it is started again" in printed) is is_requeued
 
 
 @pytest.mark.parametrize("reason", ["cancelled", "ended", "started anew", "interactive"])

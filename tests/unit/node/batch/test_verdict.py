@@ -15,8 +15,8 @@ from hpc_ddp.core.journal.journal import last_event
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node import batch
 from hpc_ddp.node.batch import give_verdict
-from hpc_ddp.node.outcome import end_step
 from hpc_ddp.node.outcome.gather_facts import judge_attempt
+from hpc_ddp.node.watch import end_step
 from hpc_ddp.slurm_text import Job
 from tests.raw_events import raw, raw_events
 from unit.fakes import Clock, Slurm

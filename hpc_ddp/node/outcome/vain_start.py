@@ -1,0 +1,74 @@
+"""The requeue of a job whose start came to nothing: the disk refused it, or Slurm ended its set-up.
+
+There is no attempt to judge then. The bound is `max_failures`, as for the starts of a node.
+"""
+
+from __future__ import annotations
+
+import math
+
+from hpc_ddp import slurm
+from hpc_ddp.core.attempt_env import INTERACTIVE
+from hpc_ddp.core.console.terminal import answer, say
+from hpc_ddp.core.errors import CAN_GO_ON, HpcDdpError
+from hpc_ddp.core.job.options import JobSpec
+from hpc_ddp.core.job.task_folder import run_of_job
+from hpc_ddp.node.outcome.chain import command_to_go_on, own_id
+from hpc_ddp.node.outcome.requeue import (
+    MAY_BE_REQUEUED,
+    ask_about_job,
+    is_over,
+    noted_restarts,
+)
+
+
+def end_for_disk(call: str, environ: dict[str, str], error: OSError) -> int:
+    """Print that the disk has refused a call of the batch script by `error`, and how the run goes
+    on; return the exit code. After ``begin`` and ``verdict`` the job is requeued (`_start_again`):
+    the code is then 0, and the batch shell ends. Else it is `CAN_GO_ON`."""
+    say(f"the run's folder can't be used: {error}")
+    if call in ("begin", "verdict") and _start_again(environ):
+        if call == "begin":
+            answer("exit 0")
+        return 0
+    say(f"once it can: {command_to_go_on(environ)}")
+    return CAN_GO_ON
+
+
+def requeue_cut_off_setup(environ: dict[str, str]) -> None:
+    """Requeue a job whose set-up lines Slurm ends, at the time limit or by a preemption where
+    PreemptMode is CANCEL, and print that (`_start_again`); do nothing in a chain, whose next job
+    waits already. Raises OSError if job.json can't be read."""
+    spec = JobSpec.from_json(run_of_job(environ).job_json.read_bytes())
+    if spec.continue_by != "resubmit" and _start_again(environ):
+        say("the set-up lines were not done: the job's time was over")
+
+
+def _start_again(environ: dict[str, str]) -> bool:
+    """Requeue the job, whose start or verdict has come to nothing by no fault of its run; print
+    that, and return True. False where the job or its run is over, or was cancelled or started anew,
+    after ``max_failures`` starts in vain, where a bound permits no requeue, in an allocation, and
+    where Slurm refuses it or job.json can't be read; the last four are printed."""
+    restarts = noted_restarts(environ)
+    job = None if INTERACTIVE in environ else ask_about_job(own_id(environ))
+    if job is None or job.restarts != restarts or is_over(job):
+        return False
+    try:
+        run = run_of_job(environ)
+        spec = JobSpec.from_json(run.job_json.read_bytes())
+        ids = [attempt.info.get("job_id") for attempt in run.attempts()]
+        vain_starts = 1 + restarts - ids.count(environ["SLURM_JOB_ID"])
+        most = min(run.most_requeues, math.inf if spec.max_requeues is None else spec.max_requeues)
+        if run.cancelled.exists():
+            return False
+        if restarts >= most or vain_starts > spec.max_failures:
+            say(f"the job was requeued {restarts} times, {vain_starts} starts came to nothing")
+            return False
+        if spec.continue_by == "resubmit":
+            slurm.update_job(own_id(environ), MAY_BE_REQUEUED)
+        slurm.requeue(own_id(environ))
+    except (OSError, HpcDdpError) as error:
+        say(str(error))
+        return False
+    say("it is started again")
+    return True
