@@ -168,7 +168,7 @@ def check_kept_modes(run: RunFolder) -> None:
     closed it to them. The batch script would start nothing of such a run, as on a file system that
     does not keep modes: a share of CIFS with ``dir_mode=0775``, or gcsfuse.
 
-    The script's own check is ``check_owner`` of the template. Owners are not checked here: the
+    The script's own check is ``_check_owner`` of the template. Owners are not checked here: the
     files are new, and so have the owner that the script compares with.
 
     Raises
@@ -198,7 +198,7 @@ def _paths_with_modes(run: RunFolder) -> Iterator[Path]:
         if tree.is_symlink():  # of a task, to the array's
             continue
         for path in (tree, *tree.rglob("*")):
-            # As the template's `check_owner` names them; .pyc is among ".py".
+            # As the template's `_check_owner` names them; .pyc is among ".py".
             is_named = path.name in ("lib", "stage.sh", "supervisor.pkl") or ".py" in path.name
             if is_named and os.path.lexists(path):
                 yield path

@@ -33,7 +33,7 @@ def write_output(content: bytes) -> None:
 
 def answer(content: str | int) -> None:
     """Print `content` to stdout for the batch script, between marks by which the script's
-    `answer_of` tells it from what a wrapper of Python prints."""
+    `_answer_of` tells it from what a wrapper of Python prints."""
     print(f"<hpc-ddp>{content}</hpc-ddp>")
 
 

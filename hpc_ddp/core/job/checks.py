@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING, Any
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.job.option_declaration import key_of
 from hpc_ddp.core.job.slurm_options import NODE_BY_NODE, SBATCH_REFUSED, SRUN_SETTLED, split_raw
-from hpc_ddp.core.job.slurm_values import array_indexes, check_time_min, parse_signal, parse_time
+from hpc_ddp.core.job.slurm_values import (
+    array_indexes,
+    check_time_min,
+    is_unlimited,
+    parse_signal,
+    parse_time,
+)
 from hpc_ddp.core.job.sweep import check_sweep
 from hpc_ddp.core.job.variables import OF_USERS, SECRET_NAME, URL_WITH_PASSWORD, names_in
 
@@ -90,9 +96,9 @@ def _check_notation(spec: JobSpec) -> None:
     """Parse the values in Slurm's notation: signal, times and array. Raise UsageError for one of
     another form, a time of 0, and a least time that `check_time_min` refuses."""
     parse_signal(spec.signal)
-    if spec.time is not None and parse_time(spec.time) <= 0:
+    if spec.time is not None and not is_unlimited(spec.time) and parse_time(spec.time) <= 0:
         raise UsageError(
-            f"time {spec.time!r} is zero; accepted: a positive Slurm time",
+            f"time {spec.time!r} is zero; accepted: a positive Slurm time, UNLIMITED",
             hint="--time 1:00:00; without it the partition's own limit holds",
         )
     check_time_min(spec.time_min, spec.time, spec.warn_s)

@@ -20,7 +20,7 @@ from hpc_ddp.core.job.option_declaration import (
     options_of,
 )
 from hpc_ddp.core.job.resource_options import ResourceOptions
-from hpc_ddp.core.job.slurm_values import array_indexes, parse_signal, parse_time
+from hpc_ddp.core.job.slurm_values import array_indexes, limit_seconds, parse_signal, parse_time
 from hpc_ddp.core.job.sweep import trial_args, trials
 
 LAUNCHERS = ("torchrun", "srun", "ibrun", "mpirun")
@@ -360,8 +360,8 @@ class JobSpec(ResourceOptions):
 
     @property
     def time_s(self) -> int | None:
-        """The time limit in seconds, None when it is left to the site."""
-        return None if self.time is None else parse_time(self.time)
+        """The time limit in seconds; None when it is left to the site, and for no limit."""
+        return None if self.time is None else limit_seconds(self.time)
 
     @property
     def time_min_s(self) -> int | None:

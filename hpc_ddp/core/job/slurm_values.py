@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 from hpc_ddp.core.errors import UsageError
@@ -30,7 +31,8 @@ def parse_time(text: str) -> int:
     if not match:
         raise UsageError(
             f"time {text!r} is not a Slurm time; accepted: minutes, h:mm:ss, d-hh, d-hh:mm:ss",
-            hint="for twelve hours: --time 12:00:00; without it the partition's own limit holds",
+            hint="for twelve hours: --time 12:00:00, for no limit: --time UNLIMITED;"
+            " without it the partition's own limit holds",
         )
     a, b, c = (int(match[group] or 0) for group in "abc")  # the numbers between the colons
     if match["days"] is not None:
@@ -38,6 +40,17 @@ def parse_time(text: str) -> int:
     if match["c"] is not None:
         return a * 3600 + b * 60 + c
     return a * 60 + b
+
+
+def limit_seconds(text: str) -> int | None:
+    """Return the seconds of a time limit in Slurm's notation (`parse_time`); None for no limit:
+    ``UNLIMITED``, ``INFINITE``, or a time of 0. Raise UsageError for another form."""
+    return None if is_unlimited(text) else parse_time(text) or None
+
+
+def is_unlimited(text: str) -> bool:
+    """Return whether a time limit is one of Slurm's words for none, in upper or lower case."""
+    return re.fullmatch("UNLIMITED|INFINITE", text, re.I) is not None
 
 
 def slurm_seconds(text: str) -> int | None:
@@ -58,7 +71,7 @@ def gpus_of(gres: str) -> tuple[tuple[str, int], ...]:
 
 def check_time_min(least: str | None, most: str | None, warn_s: int) -> None:
     """Raise UsageError for a least time limit of an attempt, `least`, that does not go with the
-    largest, `most`: both are Slurm times, or None. `warn_s` is how many seconds before its end the
+    largest, `most`: both are Slurm times, or None; `most` may be ``UNLIMITED``. `warn_s` is how many seconds before its end the
     notice comes. A `least` of None passes.
 
     The error comes where a limit is no Slurm time; and where `least` is longer than `most`, comes
@@ -67,7 +80,7 @@ def check_time_min(least: str | None, most: str | None, warn_s: int) -> None:
     if least is None:
         return
     least_s = parse_time(least)
-    if most is None or least_s > parse_time(most):
+    if most is None or least_s > (limit_seconds(most) or math.inf):
         raise UsageError(
             f"time-min is {least} and time {most or 'not set'};"
             " accepted: a time-min up to time, which stays the most",

@@ -234,7 +234,7 @@ def _restore_limit(spec: JobSpec, job_id: str, limit_s: float | None) -> None:
     `limit_s` is the limit in seconds that Slurm chose for this attempt (None: not known). The
     requeued job would keep it, and a user may raise a limit only while the job waits. A refusal of
     Slurm is printed."""
-    if not spec.time_min or spec.time_s is None or (limit_s or 0) >= spec.time_s:
+    if not spec.time_min or (limit_s or 0) >= (spec.time_s or math.inf):
         return
     try:
         slurm.update_job(job_id, f"TimeLimit={spec.time}")

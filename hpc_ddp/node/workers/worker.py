@@ -50,7 +50,9 @@ def command_after_setup(lines: str, command: list[str]) -> list[str]:
     if not lines:
         return command
     report = 'echo "hpc-ddp: this set-up command failed with code $?: $BASH_COMMAND" >&2'
-    text = f"trap '{report}' ERR\n{lines}\ntrap - ERR\nexec \"$@\""
+    # A file that is sourced without arguments has those of this shell, and may shift them.
+    text = f"_command=(\"$@\")\nset --\ntrap '{report}' ERR\n{lines}\n"
+    text += 'trap - ERR\nexec "${_command[@]}"'
     return ["bash", "-c", text, "hpc-ddp", *command]  # hpc-ddp: $0, the name in bash's messages
 
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from hpc_ddp.core.accelerators import CPU_ONLY, NO_GPU
 from hpc_ddp.core.errors import EARLY_EXIT, ERROR_LINE, HIDDEN_EXIT
+from hpc_ddp.core.job.slurm_values import is_unlimited
 from hpc_ddp.core.journal.enums import Action, Bound, Cause, EndKind
 from hpc_ddp.core.journal.events import FabricChosen, FirstStep, Stopped, Submitted, VerdictGiven
 from hpc_ddp.core.journal.journal import last_event
@@ -168,8 +169,8 @@ def _explain_time_limit(facts: RunFacts) -> Explanation:
     saves by itself, or hpc_ddp.training. Else the hint is the command that goes on."""
     limit = facts.spec.get("time")
     limit = f"{limit} min" if str(limit).isdigit() else limit
-    if facts.spec.get("time_min"):
-        limit = None  # Slurm has chosen a limit between time_min and time, which is not known
+    if facts.spec.get("time_min") or is_unlimited(str(limit)):
+        limit = None  # Slurm has chosen a limit between time_min and time, or the partition's
     text = f"ran into its time limit{f' of {limit}' if limit else ''}{step_phrase(facts)}."
     if _was_killed_after_notice(facts):
         text += " It did not end by itself, and was killed."

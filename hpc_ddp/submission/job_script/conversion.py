@@ -90,6 +90,13 @@ _TOKEN = re.compile(
     r"[a-z]+[|]?>"
 )
 _BEFORE, _AFTER, _AROUND = (False,), (True,), (False, True)  # the launch
+_ON_HOSTS = "it runs something on other hosts: node-setup, if needed"
+# A text each of whose ssh makes folders or copies files, and which starts or ends nothing.
+_COPIES_BY_SSH = (
+    r"(?!.*\b(python[\d.]*|torchrun|\w*kill\w*|nohup|screen|tmux|docker|ray|bash|sh|srun|exit|pdsh|clush)\b)"
+    r"((?!\bssh\s).|\bssh\s+(-\S+\s+([\w]+=\S+\s+)?)*[\w\"'${}\[\]@.:-]+\s+[\"']?"
+    r"(mkdir|cp|rsync|tar|ln|touch|unzip|chmod)\b)*$"
+)
 Mark = tuple[str, str]  # the group of a line, and the reason
 TextAt = tuple[str, int]  # a text, and the line of the script that it comes from
 # What can't be taken over, and what hpc-ddp does itself: pattern, place, and reason.
@@ -110,7 +117,8 @@ REFUSED: Rules = (
      f"{NO_COMPONENTS}: submit each component as a job of its own"),
     (rf"(?!.*({REQUEUES})).*\bsbatch\s", _AROUND,
      "it submits another job: sbatch --dependency=afterok:ID … behind hpc-ddp submit"),
-    (r".*\b(ssh|pdsh|clush)\s", _AROUND, "it runs something on other hosts: node-setup, if needed"),
+    (rf"(?!{_COPIES_BY_SSH}).*\b(ssh|pdsh|clush)\s", _BEFORE, _ON_HOSTS),
+    (r".*\b(ssh|pdsh|clush)\s", _AFTER, _ON_HOSTS),
     (rf"(?!.*({REQUEUES}))(?!exit\b|wait\b|\w+\+?=\(?\"?\$!\"?\)?$).*(\$[?!]|\bwait \$"
      "|PIPESTATUS)", _AFTER,
      "it asks how the launch ended: hpc-ddp decides by that; see its verdict"),
@@ -127,7 +135,8 @@ REFUSED: Rules = (
 )  # fmt: skip
 DECIDED: Rules = (
     (f".*({REQUEUES})", _AROUND, "the job is requeued until it has finished"),
-    (r"(wait|exit)\b", _AROUND, "hpc-ddp waits for the workers, and ends the job"),
+    (r"exit\b", _AROUND, "hpc-ddp waits for the workers, and ends the job"),
+    (r"wait\b", _AFTER, "hpc-ddp waits for the workers, and ends the job"),
     (
         r"for\s+\w+\s+in\s[^;\n]*(;|\n)\s*do\s+wait\s[^;\n]*(;|\n)\s*done$",
         _AFTER,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from hpc_ddp.core.job.checks import JOB_NAME
 from hpc_ddp.core.job.slurm_options import NODE_BY_NODE, SBATCH, SHORT_OPTIONS, as_raw
-from hpc_ddp.core.job.slurm_values import gpus_of
+from hpc_ddp.core.job.slurm_values import gpus_of, slurm_seconds
 from hpc_ddp.submission.job_script.bash.words import Word, literal
 from hpc_ddp.submission.job_script.conversion import (
     LOST,
@@ -210,6 +210,8 @@ def _take_option(name: str, operand: str, line: int, result: Conversion, file: s
     if name == "job-name" and not JOB_NAME.fullmatch(operand):
         operand = re.sub(r"[^\w .+=,@-]+", "", operand).lstrip(" .+=,@-")[:100] or "job"
         result.note(line, f"{text}: job-name = {operand!r}, for a folder is named by it")
+    if name == "time" and slurm_seconds(operand) == 0:
+        operand = "UNLIMITED"
     if name in ("output", "error", "job-name", "chdir", "array") or name in _OWN_KEYS:
         result.values[name] = operand, line
     elif name == "exclusive" and not operand:

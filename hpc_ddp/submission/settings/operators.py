@@ -14,7 +14,7 @@ from hpc_ddp import __version__
 from hpc_ddp.core.errors import UsageError, closest
 from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.job.slurm_options import SBATCH, as_pairs
-from hpc_ddp.core.job.slurm_values import parse_time
+from hpc_ddp.core.job.slurm_values import limit_seconds
 from hpc_ddp.submission.settings.trust import read_toml
 
 SITE_FILE = Path("/etc/hpc-ddp/site.toml")
@@ -111,8 +111,7 @@ class Limits:
             yield _Request("nodes", spec.nodes, spec.node_range[1], self.job.node_range[1])
         time = spec.time or os.environ.get("SBATCH_TIMELIMIT")  # else the partition's limit counts
         if "time" in self.bounds and time:
-            # Slurm takes a time of 0 as one without a limit.
-            yield _Request("time", time, parse_time(time) or None, self.job.time_s or 0)
+            yield _Request("time", time, limit_seconds(time), self.job.time_s or 0)
         if spec.max_requeues is not None and "max-requeues" in self.bounds:
             requeues = spec.max_requeues
             yield _Request("max-requeues", requeues, requeues, self.bounds["max-requeues"])

@@ -87,13 +87,14 @@ def read_torchrun(words: list[Word], launch: Launch, scope: Scope) -> list[Word]
 
 def _take_nodes(name: str, launch: Launch, scope: Scope) -> None:
     """Set the launch's number of nodes to 1 where the options of the launcher `name` say 1 or
-    ``--standalone``, unless the launch or the directives have a number. Mark as lost another number
+    ``--standalone``, unless the launch has a number, or its step the directives'. Mark as lost another number
     than the job's, and a range (``1:4``) from another number on. Set `machines` to 1 where nothing
     tells the launcher of other nodes."""
     options = launch.options
     nodes, at = options.get("nnodes") or options.get("nnode") or (None, 0)  # as argparse has it
     count = 1 if "standalone" in options else whole_number(nodes, scope)
-    if count == 1 and "SLURM_NNODES" not in scope.numbers:
+    is_of_batch_script = not (launch.step or launch.in_loop)  # on the first node, whatever others
+    if count == 1 and (is_of_batch_script or "SLURM_NNODES" not in scope.numbers):
         launch.nodes = launch.nodes or 1
     elif count not in (None, scope.numbers.get("SLURM_NNODES")):
         option = "--standalone" if "standalone" in options else "--nnodes"

@@ -70,7 +70,10 @@ def choose_launch(reader: Reader, result: Conversion) -> tuple[Launch | None, in
         if "no-python" in training.settings:
             chosen.lost = f"it may be the launch, {text.removeprefix('a launch ')}: script = …"
             return None, at
-        result.note(chosen.lines[0], f"{text}: hpc-ddp starts it on all")
+        if training.nodes:
+            result.values["nodes"] = training.nodes, chosen.lines[0]
+        kind = f"nodes = {training.nodes}" if training.nodes else "hpc-ddp starts it on all"
+        result.note(chosen.lines[0], f"{text}: {kind}")
     leave_empty(training, statements, reader.open_commands)
     return training, at
 

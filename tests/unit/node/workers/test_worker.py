@@ -205,6 +205,14 @@ def test_workers_are_no_task_of_an_mpi_unless_each_of_them_is_one(
     assert remaining == (list(settings) if by_torchrun else names)
 
 
+def test_a_sourced_file_does_not_see_the_command(tmp_path: Path) -> None:
+    """A file that is sourced without arguments has those of its shell."""
+    file = tmp_path / "env.sh"
+    file.write_text("export COUNT=$#\nwhile [ $# -gt 0 ]; do shift; done\n")
+    command = worker.command_after_setup(f". {file}", ["printenv", "COUNT"])
+    assert subprocess.run(command, capture_output=True, text=True).stdout == "0\n"
+
+
 def test_a_script_has_the_users_umask(
     start: Callable[..., subprocess.CompletedProcess[bytes]], tmp_path: Path
 ) -> None:

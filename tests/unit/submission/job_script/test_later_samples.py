@@ -119,6 +119,15 @@ def of_text(*lines: str) -> Conversion:
          {"launcher": "mpirun", "script": "train.py", "args": ["b"], "nproc-per-node": None}),
         (("#SBATCH --gres=gpu:4", "torchrun --nnodes=1:2 --nproc_per_node=4 train.py"),
          {"elastic": None, "nodes": 1}),
+        # On one of the job's nodes.
+        (("#SBATCH -N 3 --gres=gpu:4", "torchrun --nnodes=1 --nproc_per_node=4 train.py"),
+         {"nodes": 1, "nproc-per-node": None}),
+        # What goes to the nodes before the launch, and is waited for.
+        (("#SBATCH -N 2 -t 0", "for n in $NODES; do ssh $n \"mkdir -p /tmp/d && cp -r d /tmp\" & done",
+          "wait", TRAIN),
+         {"setup": ["for n in $NODES; do ssh $n \"mkdir -p /tmp/d && cp -r d /tmp\" & done", "wait"],
+          "time": "UNLIMITED"}),
+        (("cp -r d /tmp &", "wait", TRAIN), {"setup": ["cp -r d /tmp &", "wait"]}),
         (("#SBATCH -N 1 --gres=gpu:2", "python -m torchrun_jsc --nproc_per_node=gpu train.py"),
          {"script": "train.py", "module": None}),
         # Commands that train by their form or name, where there is no launcher.

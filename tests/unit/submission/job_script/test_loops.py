@@ -163,7 +163,7 @@ def test_nodes_with_other_variables_are_not_joined(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ['ssh $n "cp -r data /tmp"; echo $n', "ssh $n hostname; python setup_db.py"]
+    "line", ['ssh $n "rm -rf data"; echo $n', "ssh $n hostname; python setup_db.py"]
 )
 def test_a_loop_that_does_more_than_a_hostfile_is_named(line: str, tmp_path: Path) -> None:
     loop = f"W=0\nfor n in ${{nodes[@]}}; do\n  {line}\n  W=$((W+1))\ndone > hf\n"

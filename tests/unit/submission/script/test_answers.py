@@ -21,14 +21,14 @@ def _script(spec: JobSpec) -> str:
 
 
 def _answer(wrapper: str, code: str) -> subprocess.CompletedProcess[str]:
-    """Return what `answer_of` prints with a wrapper of Python, a shell's line before `code`."""
+    """Return what `_answer_of` prints with a wrapper of Python, a shell's line before `code`."""
     script = _script(JobSpec("x.py"))
-    begin = script.index("answer_of() {")
+    begin = script.index("_answer_of() {")
     lines = [
         script[begin : script.index("\n}\n", begin) + 3],
         'wrapped() { eval "$1"; }',
         '_node_side=(wrapped "$1")',
-        "answer_of batch begin",
+        "_answer_of batch begin",
     ]
     line = wrapper.replace("PYTHON", '"$PROGRAM" -c "$CODE"')
     return subprocess.run(
@@ -62,6 +62,6 @@ def test_without_an_answer_nothing_is_taken_for_one() -> None:
 def test_each_value_that_the_script_takes_is_an_answer() -> None:
     spec = JobSpec("x.py", teardown=("true",), preflight=True, stage=True, continue_by="resubmit")
     script = _script(spec)
-    assert script.count('$("${_node_side[@]}"') == 1  # within `answer_of`
+    assert script.count('$("${_node_side[@]}"') == 1  # within `_answer_of`
     calls = ("begin", "next-port", "teardown-time")
-    assert all(f"=$(answer_of batch {call})" in script for call in calls)
+    assert all(f"=$(_answer_of batch {call})" in script for call in calls)

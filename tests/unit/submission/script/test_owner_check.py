@@ -34,11 +34,11 @@ def run(tmp_path: Path) -> Path:
 def check(run: Path, profile: str = "", **more: str) -> str:
     """Return what the script prints to stderr; '' where it would go on. `profile` are lines before
     it, and `more` are variables."""
-    begin, _, rest = GOLDEN.read_text().partition("check_owner() {")
-    function = "check_owner() {" + rest.partition("\n}\n")[0] + "\n}\n"
+    begin, _, rest = GOLDEN.read_text().partition("_check_owner() {")
+    function = "_check_owner() {" + rest.partition("\n}\n")[0] + "\n}\n"
     env = {"PATH": os.environ["PATH"], "HPC_DDP_RUN": str(run), "_node": f"{run}/lib/node.py"}
     env |= more
-    argv = ["/bin/bash", "-c", f"{profile}\n{function}check_owner"]
+    argv = ["/bin/bash", "-c", f"{profile}\n{function}_check_owner"]
     done = subprocess.run(argv, env=env, capture_output=True, text=True)
     assert bool(done.returncode) == bool(done.stderr)
     assert begin
@@ -167,12 +167,12 @@ def test_an_empty_part_of_a_path_is_no_folder_that_others_can_write(
     tmp_path: Path, folders: str, expected: str
 ) -> None:
     """Python takes it for the working directory, and imports a colleague's random.py from there."""
-    _, _, rest = GOLDEN.read_text().partition("drop_empty_parts() {")
-    function = "drop_empty_parts() {" + rest.partition("\n}\n")[0] + "\n}\n"
+    _, _, rest = GOLDEN.read_text().partition("_drop_empty_parts() {")
+    function = "_drop_empty_parts() {" + rest.partition("\n}\n")[0] + "\n}\n"
     for mode, left in ((0o755, folders), (0o775, expected)):
         tmp_path.chmod(mode)
         env = {"PATH": os.environ["PATH"], "PYTHONPATH": folders}
-        text = f'{function}drop_empty_parts\nset -u; printf %s "$PYTHONPATH${{LD_LIBRARY_PATH-}}"'
+        text = f'{function}_drop_empty_parts\nset -u; printf %s "$PYTHONPATH${{LD_LIBRARY_PATH-}}"'
         argv = ["/bin/bash", "-c", text]
         done = subprocess.run(argv, cwd=tmp_path, env=env, capture_output=True, text=True)
         assert done.stdout == left

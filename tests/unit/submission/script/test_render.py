@@ -274,8 +274,10 @@ def stage(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
         blocks = _render(str(tmp_path / "run"), **{"chdir": str(tmp_path), **values})
         script = "".join(blocks.block(name) for name in ("settings", "setup", "attempt"))
         env = {"PATH": str(programs), "HOME": os.environ["HOME"], "HOSTNAME": "n1"}
-        argv = ["/bin/bash", "-c", f"{script}\n{SHOW}"]
-        return subprocess.run(argv, env=env, capture_output=True, text=True)
+        file = tmp_path / "slurm_script"
+        file.write_text(f"#!/bin/bash\n{script}\n{SHOW}")
+        file.chmod(0o755)
+        return subprocess.run([file], env=env, capture_output=True, text=True)
 
     return play
 
@@ -341,7 +343,7 @@ def test_a_warning_during_the_set_up_is_passed_on_after_it(
 
 @pytest.mark.parametrize(
     ("line", "code"),
-    [("false || exit 1", 7), ("set -e\nfalse", 7), ("exit 0", 0), ("kill -TERM $$", -15)],
+    [("false || exit 1", 7), ("set -e\nfalse", 7), ("exit 0", 0), ("kill -TERM $$", 143)],
 )
 def test_a_job_that_ends_in_its_set_up_is_not_started_again_for_ever(
     stage: Callable[..., subprocess.CompletedProcess[str]], line: str, code: int
@@ -513,6 +515,6 @@ def test_a_python_that_is_here_is_waited_for_but_in_a_container() -> None:
 
 def test_clean_up_lines_have_the_scripts_name() -> None:
     block = _render(teardown=('echo "$0"',)).block("teardown")
-    script = f"answer_of() {{ echo 5; }}\n{block}"
+    script = f"_answer_of() {{ echo 5; }}\n{block}"
     played = subprocess.run(["bash", "-c", script, "/x/slurm_script"], stdout=subprocess.PIPE)
     assert played.stdout == b"/x/slurm_script\n"

@@ -87,7 +87,7 @@ def _worker(
             f"srun() {{ printf '%s\\0' \"$@\" >{folder}/words; env -0 >{folder}/env; }}",
             "sleep() { :; }",
             rendering.block("settings"),
-            "find_python() { :; }; _node_side=(true) _node=/n SLURM_NNODES=1 SLURM_CPUS_PER_TASK=1",
+            "_find_python() { :; }; _node_side=(true) _node=/n SLURM_NNODES=1 SLURM_CPUS_PER_TASK=1",
             lines,
             rendering.block("attempt"),
             rendering.block("step"),
@@ -187,7 +187,7 @@ def test_a_worker_says_which_variable_is_not_set(tmp_path: Path) -> None:
 
 def test_a_job_whose_image_has_a_missing_variable_ends_before_its_attempt(tmp_path: Path) -> None:
     rendering = _rendering(image="$IMAGES/a b.sif", expand=("IMAGES",))
-    shell = "find_python() { echo reached; exit 1; }\n" + rendering.block("attempt")
+    shell = "_find_python() { echo reached; exit 1; }\n" + rendering.block("attempt")
     done = subprocess.run(["bash", "-c", shell], env={}, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (127, "")
     assert "IMAGES: is not set, and --expand names it" in done.stderr

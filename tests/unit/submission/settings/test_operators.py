@@ -128,10 +128,10 @@ def test_a_limit_of_time_counts_for_a_raw_option_and_a_variable(
     time: str,
 ) -> None:
     site_file.write_text(LIMITS)
-    with pytest.raises(UsageError, match=r"time is 5-0, and|'0' is zero|not a Slurm time"):
+    with pytest.raises(UsageError, match=r"time is (5-0|UNLIMITED), and|'0' is zero"):
         planned(**settings_of({"sbatch": (f"--time={time}",)}))
     monkeypatch.setenv("SBATCH_TIMELIMIT", time)
-    with pytest.raises(UsageError, match=f"time is {time}, and|not a Slurm time"):
+    with pytest.raises(UsageError, match=f"time is {time}, and"):
         planned()
     assert planned(time="60").spec.time == "60"
 
