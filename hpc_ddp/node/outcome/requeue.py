@@ -126,7 +126,7 @@ def _go_on(
     """Requeue the job, if this attempt still is its current one; return the batch script's exit
     code. After a requeue the job is kept off bad nodes, has its full time limit again, is put off
     by `pause_s` seconds, and Slurm ends the batch shell. Where Slurm refuses the requeue, a new job
-    is queued; in a chain (`is_chain`) that comes first, and the requeue where it is refused. Where
+    is queued, and put off as long; in a chain (`is_chain`) that comes first, and the requeue where it is refused. Where
     Slurm refuses both, they are tried again after each of `REFUSED_PAUSES_S`.
 
     The code is 0 if the run goes on, also where this attempt is not the current one. It is
@@ -165,7 +165,7 @@ def _go_on(
             time.sleep(PAUSE_S)
             continue
         if wants_new_job:
-            if _queue_new_job(run, attempt, environ):
+            if _queue_new_job(run, attempt, environ, pause_s):
                 return 0
         else:
             try:
@@ -252,13 +252,16 @@ def _last_moment(attempt: AttemptFolder, environ: dict[str, str]) -> float:
     return math.inf if end is None else time.monotonic() + end - time.time() - VERDICT_S
 
 
-def _queue_new_job(run: RunFolder, attempt: AttemptFolder, environ: dict[str, str]) -> bool:
-    """Queue a new job that continues the run: the site has refused the requeue of this job, or a
-    chain has no next job. Return whether Slurm has taken it, and print so, or why not. Raises
-    OSError as `queue_next_link`."""
+def _queue_new_job(
+    run: RunFolder, attempt: AttemptFolder, environ: dict[str, str], pause_s: float
+) -> bool:
+    """Queue a new job that continues the run, put off by `pause_s` seconds: the site has refused
+    the requeue of this job, or a chain has no next job. Return whether Slurm has taken it, and
+    print so, or why not. Raises OSError as `queue_next_link`."""
     link = queue_next_link(run, attempt, environ, _last_moment(attempt, environ))
     if link:
         say(f"it goes on as job {link.id}")
+        _put_off(link.id, pause_s)
     return link is not None
 
 

@@ -51,9 +51,8 @@ def command_after_setup(lines: str, command: list[str]) -> list[str]:
         return command
     report = 'echo "hpc-ddp: this set-up command failed with code $?: $BASH_COMMAND" >&2'
     # A file that is sourced without arguments has those of this shell, and may shift them.
-    text = f"_command=(\"$@\")\nset --\ntrap '{report}' ERR\n{lines}\n"
-    text += 'trap - ERR\nexec "${_command[@]}"'
-    return ["bash", "-c", text, "hpc-ddp", *command]  # hpc-ddp: $0, the name in bash's messages
+    text = f'_c=("$@"); set --\ntrap \'{report}\' ERR\n{lines}\ntrap - ERR\nexec "${{_c[@]}}"'
+    return ["bash", "-c", text, "hpc-ddp", *command]  # $0: the name in bash's messages
 
 
 def die_with_parent() -> None:
@@ -379,8 +378,7 @@ def heed_notice() -> None:
 
 def main(command: list[str]) -> None:
     """Prepare this process, and replace it by `command` (python, -u, the script and its arguments),
-    run by the Python of this process: the command's Python may be a wrapper, which has done its
-    work.
+    run by this process's Python: the command's may be a wrapper, which has done its work.
 
     If there are set-up lines, a bash runs them after the preparation, and then this file once more,
     with `READY` before the command. This may end as `heed_notice`. Raise as `prepare_worker`, and

@@ -73,6 +73,7 @@ REFUSED = "the run's folder can't be used: [Errno 122] Disk quota exceeded"
         (2, 0, {}, True),
         (3, 0, {}, False),
         (3, 2, {}, True),  # two of the starts were none in vain
+        (9, 8, {}, True),
         (1, 1, {"max_requeues": 1}, False),
         (0, 0, {"max_failures": 0}, False),
         (0, 0, {"continue_by": "resubmit"}, True),
@@ -91,8 +92,9 @@ def test_a_disk_without_room_is_waited_for_in_the_queue(
     is_requeued: bool,
 ) -> None:
     write_spec(run, **spec)
-    for _ in range(attempts):
-        run.claim_attempt({"job_id": "7", "nodes": ["n1"]}, lambda info: False)
+    for restart in range(attempts):
+        info = {"job_id": "7", "nodes": ["n1"], "restarts": restart}
+        run.claim_attempt(info, lambda info: False)
     _fill_disk(monkeypatch, run)
     answer_scontrol(controller, show_job(restarts=restarts))
     code = _begin(monkeypatch, run, SLURM_RESTART_COUNT=str(restarts))

@@ -292,13 +292,14 @@ def test_a_refused_requeue_submits_a_new_job(
         slurm_commands.answer("scontrol", err="Requested operation is disabled", code=1)
         slurm_commands.answer("scontrol", SHOWN_JOB.format("RUNNING", 2))
     slurm_commands.answer("sbatch", "" if code else "8\n", code=code)
-    assert end() == ended
+    assert end(Verdict(Cause.FAILED, Action.REQUEUE, "", pause_s=600.0)) == ended
     assert clock.slept == ([*requeue.REFUSED_PAUSES_S] if code else [])
     assert printed[0] == "scontrol refused: Requested operation is disabled"
     if ended:
         assert "the next job of the chain could not be queued: " in printed[1]
     else:
-        assert printed[1:] == ["it goes on as job 8"]
+        assert printed[1] == "it goes on as job 8"
+        assert changes_of(slurm_commands)[-1] == ["update", "JobId=8", "StartTime=now+600"]
         assert read_json(run.attempt(0).path / "next.json") == {"job_id": "8"}
 
 
