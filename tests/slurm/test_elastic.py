@@ -57,6 +57,8 @@ def test_a_killed_worker_and_a_name_that_leads_nowhere(
     steps = [event["step"] for event in job.events("first_step")]
     assert steps == [1, job.events("restored")[0]["step"] + 1]
     assert "hpc-ddp: the workers start again" in job.output()
+    log = job.run.attempts()[0].nodes()[0].agent_log.read_text()
+    assert "started by exec" not in log
     assert "is finished" in hpc("explain", job.id).stdout
 
 

@@ -71,8 +71,8 @@ def gpus_of(gres: str) -> tuple[tuple[str, int], ...]:
 
 def check_time_min(least: str | None, most: str | None, warn_s: int) -> None:
     """Raise UsageError for a least time limit of an attempt, `least`, that does not go with the
-    largest, `most`: both are Slurm times, or None; `most` may be ``UNLIMITED``. `warn_s` is how many seconds before its end the
-    notice comes. A `least` of None passes.
+    largest, `most`: both are Slurm times, or None; `most` may be ``UNLIMITED``. `warn_s` is how
+    many seconds before its end the notice comes. A `least` of None passes.
 
     The error comes where a limit is no Slurm time; and where `least` is longer than `most`, comes
     without it, or is shorter than `LEAST_ATTEMPT_S` or ten times `warn_s`.

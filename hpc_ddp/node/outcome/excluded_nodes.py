@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 
 from hpc_ddp import slurm
@@ -12,6 +13,8 @@ from hpc_ddp.core.journal.events import JournalEvent, VerdictGiven
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node.outcome.gather_facts import since_submit
 
+# Options of sbatch by the names of `scontrol show job`.
+REQUESTS = {"Partition": "partition", "Reservation": "reservation", "Features": "constraint"}
 KEPT_OFF_S = 24 * 3600.0  # as long as a node takes to be looked after, or to prove itself again
 
 
@@ -62,11 +65,24 @@ def excluded_nodes(run: RunFolder, job_id: str, give_up: float | None = None) ->
         return excluded_before
     # sbatch refuses where too few other nodes are left; a site may forbid sbatch on its nodes, too.
     nodes = [*excluded_before, *bad]
-    reason = slurm.why_refused(job_folder(run).script, f"--exclude={','.join(nodes)}")
+    options = [f"--exclude={','.join(nodes)}", *_changed_requests(job_id)]
+    reason = slurm.why_refused(job_folder(run).script, *options)
     if reason:
         say(f"not kept off {', '.join(bad)}: {reason}")
         return excluded_before
     return nodes
+
+
+def _changed_requests(job_id: str) -> list[str]:
+    """Return options of sbatch for what a job asks for now, by which nodes it may have: its user
+    may have moved the job to another partition. [] where Slurm refuses, or gives no answer."""
+    try:
+        text = slurm.job_text(job_id)
+    except HpcDdpError:
+        return []
+    matches = (re.search(rf"\b{field}=(\S+)", text) for field in REQUESTS)
+    pairs = zip(REQUESTS.values(), matches, strict=True)
+    return [f"--{option}={m[1]}" for option, m in pairs if m and m[1] != "(null)"]
 
 
 def _bad_nodes(events: list[JournalEvent], since: float) -> list[str]:

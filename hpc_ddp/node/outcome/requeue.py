@@ -126,8 +126,8 @@ def _go_on(
     """Requeue the job, if this attempt still is its current one; return the batch script's exit
     code. After a requeue the job is kept off bad nodes, has its full time limit again, is put off
     by `pause_s` seconds, and Slurm ends the batch shell. Where Slurm refuses the requeue, a new job
-    is queued, and put off as long; in a chain (`is_chain`) that comes first, and the requeue where it is refused. Where
-    Slurm refuses both, they are tried again after each of `REFUSED_PAUSES_S`.
+    is queued, and put off as long; in a chain (`is_chain`) that comes first, and the requeue where
+    it is refused. Where Slurm refuses both, they are tried again after each of `REFUSED_PAUSES_S`.
 
     The code is 0 if the run goes on, also where this attempt is not the current one. It is
     `CAN_GO_ON` where the user has cancelled the run, where the job is over by now, where

@@ -47,8 +47,9 @@ def requeue_cut_off_setup(environ: dict[str, str]) -> None:
 def _start_again(environ: dict[str, str]) -> bool:
     """Requeue the job, whose start or verdict has come to nothing by no fault of its run; print
     that, and return True. False where the job or its run is over, or was cancelled or started anew,
-    after ``max_failures`` starts in vain in a row, where a bound permits no requeue, in an allocation, and
-    where Slurm refuses it or job.json can't be read; the last four are printed."""
+    after ``max_failures`` starts in vain in a row, where a bound permits no requeue, in an
+    allocation, and where Slurm refuses it or job.json can't be read. Bounds and refusals are
+    printed."""
     restarts = noted_restarts(environ)
     job = None if INTERACTIVE in environ else ask_about_job(own_id(environ))
     if job is None or job.restarts != restarts or is_over(job):
@@ -56,9 +57,8 @@ def _start_again(environ: dict[str, str]) -> bool:
     try:
         run = run_of_job(environ)
         spec = JobSpec.from_json(run.job_json.read_bytes())
-        infos = [attempt.info for attempt in run.attempts()]
-        job_id = environ["SLURM_JOB_ID"]
-        starts = [info["restarts"] for info in infos if info.get("job_id") == job_id]
+        job_id, attempts = environ["SLURM_JOB_ID"], run.attempts()
+        starts = [a.info["restarts"] for a in attempts if a.info.get("job_id") == job_id]
         vain_starts = restarts - max(starts, default=-1)  # since the job's newest attempt
         most = min(run.most_requeues, math.inf if spec.max_requeues is None else spec.max_requeues)
         if run.cancelled.exists():

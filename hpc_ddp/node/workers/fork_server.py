@@ -64,7 +64,7 @@ UNFIT, OUT_OF_ORDER = 3, 4
 # Variables that torchrun and `worker.prepare_worker` set for a worker; no import depends on them.
 OF_A_WORKER = re.compile(
     rf"({OF_A_RANK}|TORCH_DISABLE_SHARE_RDZV_TCP_STORE)$|SLURM_|HPC_DDP_|(TORCH_)?NCCL_"
-    rf"|TORCHELASTIC_|{'|'.join(OF_AN_MPI_TASK)}"
+    rf"|TORCH_?ELASTIC_|{'|'.join(OF_AN_MPI_TASK)}"
 )
 # A worker that torchrun starts has the default handler of these, which torchrun handles, even where
 # this process ignores them: below nohup, or in the background of a shell.

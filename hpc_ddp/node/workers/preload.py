@@ -17,6 +17,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from types import ModuleType
 from typing import Any, AnyStr
 
 from hpc_ddp.core.job.variables import OF_A_RANK
@@ -213,7 +214,8 @@ def _generators() -> list[str]:
         kinds += (numpy.random.Generator, numpy.random.RandomState)
     if torch := sys.modules.get("torch"):
         states.append(repr(torch.get_rng_state().numpy().tobytes()))
-        kinds += (torch.Generator,)
+        # The collector does not track them.
+        states.append(repr(_find_in_modules(torch.Generator)))
     # By `type`: some objects answer `isinstance` with a warning.
     instances = sorted(
         id(instance)
@@ -221,6 +223,21 @@ def _generators() -> list[str]:
         if issubclass(type(instance), kinds) and not _draws_anew(instance)
     )
     return [*states, repr(instances)]
+
+
+def _find_in_modules(kind: type) -> list[int]:
+    """Return the ids of all objects of a type that are attributes of modules, or of classes in
+    modules other than torch's, in order."""
+    ids = set()
+    for name, module in list(sys.modules.items()):
+        objects = [*vars(module).values()] if type(module) is ModuleType else []
+        if not name.startswith("torch."):
+            # By `type`: some objects answer `isinstance` with a warning.
+            classes = [instance for instance in objects if type(instance) is type]
+            own_classes = [vars(cls) for cls in classes if cls.__module__ == name]
+            objects += [field for fields in own_classes for field in fields.values()]
+        ids |= {id(instance) for instance in objects if type(instance) is kind}
+    return sorted(ids)
 
 
 def _draws_anew(instance: Any) -> bool:

@@ -37,11 +37,47 @@ ACTING = (
     *("sys", "importlib", "unittest", "site", "ctypes", "subprocess"),
     *("runpy", "setattr", "exec", "eval", "__import__"),
 )
-HARMLESS = {"os"}  # what it changes is seen by `change_of`
+HARMLESS = {"os"}  # the variables that it changes are seen by `change_of`
+SETTERS_OF_OS = re.compile(r"(sched_)?set\w+|umask|nice")
+# Functions of other modules that change what a later import finds: a start method, a group.
+SETTERS = re.compile(r"(set|init|use|enable|disable|register|install|manual_seed|seed)_?\w*")
+# Python's modules and functions that call nothing of what they get, but for a value.
+OF_TEXT = ("argparse", "pathlib", "json", "re", "math", "datetime", "time", "glob", "shutil")
+VALUES = (
+    "print",
+    "int",
+    "float",
+    "str",
+    "bool",
+    "len",
+    "max",
+    "min",
+    "range",
+    "getattr",
+    "isinstance",
+)
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 STATEMENTS = (ast.Expr, ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Delete)
 READS = ("get", "copy", "items", "keys", "values", "__contains__", "__getitem__")  # of os.environ
 CHANGES_OF_PATH = ("insert", "remove", "pop", "clear", "sort", "reverse")
+
+
+def parts_that_call(node: ast.stmt) -> list[ast.expr]:
+    """Return the parts of a statement that are called without parentheses: the decorators of a
+    function or class, the bases of a class, and what a ``with`` enters."""
+    if isinstance(node, (ast.With, ast.AsyncWith)):
+        return [entered.context_expr for entered in node.items]
+    if not isinstance(node, DEFINITIONS):
+        return []
+    bases = (
+        [*node.bases, *(k.value for k in node.keywords)] if isinstance(node, ast.ClassDef) else []
+    )
+    inside = node.body if isinstance(node, ast.ClassDef) else []
+    return [
+        *node.decorator_list,
+        *bases,
+        *(part for inner in inside for part in parts_that_call(inner)),
+    ]
 
 
 def parts_that_run(node: ast.stmt) -> list[ast.AST]:
@@ -57,9 +93,9 @@ def parts_that_run(node: ast.stmt) -> list[ast.AST]:
     if isinstance(node, (ast.If, ast.While)):
         return [node.test]
     if isinstance(node, (ast.For, ast.AsyncFor)):
-        return [node.iter]
+        return [node.target, node.iter]
     if isinstance(node, (ast.With, ast.AsyncWith)):
-        return [entered.context_expr for entered in node.items]
+        return [part for i in node.items for part in (i.context_expr, i.optional_vars) if part]
     if isinstance(node, ast.Match):
         return [node.subject]
     return [node] if isinstance(node, (*STATEMENTS, ast.Assert)) else []
@@ -75,35 +111,86 @@ def may_change_anything(node: ast.AST, modules: Mapping[str, str]) -> bool:
     a way that its text does not show: it patches a module, or calls a function that may do so.
     `modules` has the names that the file has bound so far, with the module of each; '' for a
     function or class; ``*`` for all names of a module."""
-    targets = getattr(node, "targets", None) or [getattr(node, "target", None)]
-    for target in targets:
-        is_part = isinstance(target, (ast.Attribute, ast.Subscript))
+    for target in ast.walk(node):
+        if not isinstance(target, (ast.Attribute, ast.Subscript)) or isinstance(
+            target.ctx, ast.Load
+        ):
+            continue
         is_variable = isinstance(target, ast.Subscript) and _is_environ(target.value)
-        if is_part and not is_variable and _root(target) in modules:  # `change_of` sees variables
+        # Also of `vars(module)["name"] = …`; `change_of` sees variables.
+        if not is_variable and any(name in modules for name in _names_in(target)):
             return True
         if isinstance(target, ast.Attribute) and target.attr in FIELDS_OF_LOGGERS:
             return True
-    for call in ast.walk(node):
-        if isinstance(call, ast.Call) and function_name(call) in OF_LOGGERS:
-            return True
-        if isinstance(call, ast.Call) and (root := _root(call.func)) not in HARMLESS:
-            # `from module import *` may have bound any name but Python's.
-            is_any = root and not hasattr(builtins, root)
-            module = modules.get(root, modules.get("*") if is_any else None)
-            top = (module or "").partition(".")[0]
-            is_safe = top in SET_NOTHING or (top in sys.stdlib_module_names and top not in ACTING)
-            if root in ACTING or (module is not None and not is_safe):
-                return True
-    return False
+    return any(_may_run_anything(call, modules) for call in ast.walk(node))
+
+
+def _may_run_anything(node: ast.AST, modules: Mapping[str, str]) -> bool:
+    """Return whether a part of a statement is a call that may change what a later import finds: of
+    a function that may, by its name or its module, or with one among its arguments. `modules` is as
+    in `may_change_anything`."""
+    if not isinstance(node, ast.Call):
+        return False
+    root, name = _root(node.func), function_name(node)
+    if root in HARMLESS:
+        return SETTERS_OF_OS.fullmatch(name) is not None
+    # `from module import *` may have bound any name but Python's.
+    is_any = root and not hasattr(builtins, root)
+    module = modules.get(root, modules.get("*") if is_any else None)
+    if name in OF_LOGGERS or root in ACTING or (module is not None and not _is_safe(module)):
+        return True
+    if module and module not in OF_TEXT and SETTERS.fullmatch(name):
+        return True
+    takes_values = root in VALUES or module in OF_TEXT
+    arguments = [*node.args, *(keyword.value for keyword in node.keywords)]
+    return not takes_values and any(uses_unread(argument, modules) for argument in arguments)
+
+
+def uses_unread(node: ast.AST, modules: Mapping[str, str]) -> bool:
+    """Return whether a part of a statement has a name of a module, function or class that may
+    change what a later import finds, once it is called, entered or a base of a class. `modules` is
+    as in `may_change_anything`."""
+    return any(name in modules and not _is_safe(modules[name]) for name in _names_in(node))
+
+
+def _names_in(node: ast.AST) -> list[str]:
+    """Return the names of variables in an expression, also those that it sets."""
+    return [inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)]
+
+
+def _is_safe(module: str) -> bool:
+    """Return whether a module, by its name, is one whose functions mostly change no later import;
+    False for '', a function or class of the file."""
+    top = module.partition(".")[0]
+    return top in SET_NOTHING or (top in sys.stdlib_module_names and top not in ACTING)
 
 
 def aliases_of(node: ast.stmt, modules: Mapping[str, str]) -> dict[str, str]:
-    """Return the names that an assignment gives to a module or function, or to a part of one, with
-    the module of each; `modules` is as in `may_change_anything`."""
-    if not isinstance(node, ast.Assign) or _root(node.value) not in modules:
-        return {}
-    names = [target.id for target in node.targets if isinstance(target, ast.Name)]
-    return dict.fromkeys(names, modules[_root(node.value)])
+    """Return the names that an assignment, a loop or a ``with`` gives to a module or function, or
+    to a part of one, with the module of each; `modules` is as in `may_change_anything`."""
+    pairs: list[tuple[ast.AST | None, ast.AST]] = []
+    if isinstance(node, ast.Assign):
+        pairs = [(target, node.value) for target in node.targets]
+    elif isinstance(node, ast.AnnAssign) and node.value:
+        pairs = [(node.target, node.value)]
+    elif isinstance(node, (ast.For, ast.AsyncFor)):
+        pairs = [(node.target, node.iter)]
+    elif isinstance(node, (ast.With, ast.AsyncWith)):
+        pairs = [(entered.optional_vars, entered.context_expr) for entered in node.items]
+    aliases: dict[str, str] = {}
+    for target, text in pairs:
+        parts = text.elts if isinstance(text, (ast.Tuple, ast.List)) else [text]
+        for root in [root for part in parts if (root := _root(part)) in modules]:
+            aliases |= dict.fromkeys(_names_set(target), modules[root])
+    return aliases
+
+
+def _names_set(target: ast.AST | None) -> list[str]:
+    """Return the names that an assignment to `target` sets: a name, or those of a tuple."""
+    if isinstance(target, (ast.Tuple, ast.List)):
+        return [name for part in target.elts for name in _names_set(part)]
+    target = target.value if isinstance(target, ast.Starred) else target
+    return [target.id] if isinstance(target, ast.Name) else []
 
 
 def _root(node: ast.AST) -> str:

@@ -33,9 +33,11 @@ from hpc_ddp.node.workers.script_changes import (
     change_of,
     has_call,
     may_change_anything,
+    parts_that_call,
     parts_that_run,
     renaming_of,
     setting_of,
+    uses_unread,
 )
 
 MOST_FILES = 500  # of the script's own modules, which are read as well
@@ -264,7 +266,9 @@ def _note_steps(tree: ast.Module, is_script: bool, reading: _Reading) -> set[ast
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             modules |= _bound_names(node)
             reading.steps += _split(node, is_certain)
-        elif any(may_change_anything(part, modules) for part in parts_that_run(node)):
+        elif any(may_change_anything(part, modules) for part in parts_that_run(node)) or any(
+            uses_unread(part, modules) for part in parts_that_call(node)
+        ):
             reading.steps.append(node.lineno)
         modules |= aliases_of(node, modules)
         if isinstance(node, DEFINITIONS):

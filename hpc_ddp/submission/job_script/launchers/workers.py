@@ -87,9 +87,9 @@ def read_torchrun(words: list[Word], launch: Launch, scope: Scope) -> list[Word]
 
 def _take_nodes(name: str, launch: Launch, scope: Scope) -> None:
     """Set the launch's number of nodes to 1 where the options of the launcher `name` say 1 or
-    ``--standalone``, unless the launch has a number, or its step the directives'. Mark as lost another number
-    than the job's, and a range (``1:4``) from another number on. Set `machines` to 1 where nothing
-    tells the launcher of other nodes."""
+    ``--standalone``, unless the launch has a number, or a step that has the directives'. Mark as
+    lost another number than the job's, and a range (``1:4``) from another number on. Set `machines`
+    to 1 where nothing tells the launcher of other nodes."""
     options = launch.options
     nodes, at = options.get("nnodes") or options.get("nnode") or (None, 0)  # as argparse has it
     count = 1 if "standalone" in options else whole_number(nodes, scope)

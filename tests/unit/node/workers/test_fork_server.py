@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from hpc_ddp.core import process
+from hpc_ddp.node import elastic_agent
 from hpc_ddp.node.workers import device_check, fork_server
 from hpc_ddp.node.workers.device_check import Trial
 from hpc_ddp.node.workers.fork_server import ForkedProcess, ForkServer, _Server
@@ -37,6 +39,14 @@ def _server(**environ: str) -> _Server:
 )
 def test_a_workers_own_variables_are_no_reason(name: str) -> None:
     assert _server(A="1")._refusal(COMMAND, {"A": "1", name: "3"}) == ""
+
+
+def test_what_the_agent_sets_for_its_workers_is_no_reason() -> None:
+    """Also in an elastic job: all that the module's text assigns."""
+    text = Path(elastic_agent.__file__).read_text()
+    names = re.findall(r'os\.environ\["(\w+)"\] = ', text)
+    assert "TORCH_ELASTIC_WORKER_IDENTICAL" in names
+    assert all(map(fork_server.OF_A_WORKER.match, names))
 
 
 @pytest.mark.parametrize(

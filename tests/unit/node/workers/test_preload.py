@@ -11,9 +11,11 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
+import torch
 
 from hpc_ddp.node.workers import preload
 from hpc_ddp.node.workers.preload import forget_rank, keep_cpus, pause_collector
@@ -94,6 +96,17 @@ def test_an_import_that_must_be_the_workers_own_is_refused(
 def test_an_import_without_a_trace_is_taken(tmp_path: Path, text: str) -> None:
     lines = _import(tmp_path, f"print('out')\nprint('err', file=sys.stderr)\n{text}")
     assert sorted(lines) == ["", "err", "out"]
+
+
+@pytest.mark.parametrize("text", ["dice = Generator()", "class A:\n dice = Generator()"])
+def test_a_generator_of_torch_is_seen(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    """Python's garbage collector does not track them."""
+    module = ModuleType("package")
+    monkeypatch.setitem(sys.modules, "package", module)
+    before = preload._generators()
+    module.__dict__["Generator"] = torch.Generator
+    exec(text, vars(module))
+    assert preload._generators() != before
 
 
 @pytest.mark.parametrize("draw", [np.random.rand, np.random.standard_normal, random.random])

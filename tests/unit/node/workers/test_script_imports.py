@@ -148,6 +148,15 @@ def test_a_change_before_an_import_is_refused(tmp_path: Path, line: str, change:
         "from config import *\nunknown()",
         "match os:\n    case 1:\n        import click",
         "with own():\n    import torch",
+        "@own\ndef main(): pass",
+        "class A:\n    @own\n    def main(self): pass",
+        "class A(own): pass",
+        "with own: pass",
+        "list(map(own, [1]))",
+        "import functools\nstart = functools.partial(own)\nstart()",
+        "import threading\nthreading.Thread(target=own).start()",
+        "import multiprocessing\nmultiprocessing.set_start_method('spawn')",
+        "os.umask(0)",
     ],
 )
 def test_a_call_wherever_it_runs_comes_before_torch(tmp_path: Path, lines: str) -> None:
@@ -164,7 +173,8 @@ def test_a_call_wherever_it_runs_comes_before_torch(tmp_path: Path, lines: str) 
         "import dataclasses\n@dataclasses.dataclass\nclass A:\n    a: int = dataclasses.field()",
         "if __name__ != '__main__':\n    pass",
         "from config import *\nprint(', '.join(str(1)))",
-        "import argparse\nparser = argparse.ArgumentParser()\nargs = parser.parse_args()",
+        "import argparse\nparser = argparse.ArgumentParser()\nparser.set_defaults(a=own.A)",
+        "here = os.path.join(own.A, 'b')\nprint(own.A)",
     ],
 )
 def test_a_call_that_does_not_run_there_is_harmless(tmp_path: Path, lines: str) -> None:
@@ -255,6 +265,9 @@ def test_a_script_that_is_no_python_is_refused(tmp_path: Path) -> None:
         "rest: str = configure()",
         "helpers.configure()",
         "if True:\n    configure()",
+        "net.Linear, net.Norm = Zero, One",
+        "for module in (json, net):\n    module.Linear = Zero",
+        "vars(net)['Linear'] = Zero",
     ],
 )
 def test_behind_what_may_change_anything_imports_are_the_workers_own(
@@ -274,6 +287,22 @@ def test_behind_what_may_change_anything_imports_are_the_workers_own(
     imports = imports_of(tmp_path / "train.py", [tmp_path])
     assert (imports.names, imports.has_torch) == (["click"], False)
     assert re.fullmatch(r"train\.py, line \d, comes before the import of torch", imports.obstacle)
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "dist.init_process_group()",
+        "torch.hub.set_dir('/data')",
+        "torch.manual_seed(1)",
+        "torch.backends.cudnn.benchmark = True",
+    ],
+)
+def test_behind_a_setting_of_torch_imports_are_the_workers_own(
+    tmp_path: Path, statement: str
+) -> None:
+    text = f"import torch\nfrom torch import distributed as dist\n{statement}\nimport click\n"
+    assert _script(tmp_path, text) == ["torch", "torch:distributed"]
 
 
 def test_what_may_change_anything_is_seen_in_the_order_in_which_it_runs(tmp_path: Path) -> None:

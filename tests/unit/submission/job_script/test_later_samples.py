@@ -123,9 +123,9 @@ def of_text(*lines: str) -> Conversion:
         (("#SBATCH -N 3 --gres=gpu:4", "torchrun --nnodes=1 --nproc_per_node=4 train.py"),
          {"nodes": 1, "nproc-per-node": None}),
         # What goes to the nodes before the launch, and is waited for.
-        (("#SBATCH -N 2 -t 0", "for n in $NODES; do ssh $n \"mkdir -p /tmp/d && cp -r d /tmp\" & done",
+        (("#SBATCH -N 2 -t 0", "for n in $A; do ssh $n \"mkdir /tmp/d && cp -r d /tmp\" & done",
           "wait", TRAIN),
-         {"setup": ["for n in $NODES; do ssh $n \"mkdir -p /tmp/d && cp -r d /tmp\" & done", "wait"],
+         {"setup": ["for n in $A; do ssh $n \"mkdir /tmp/d && cp -r d /tmp\" & done", "wait"],
           "time": "UNLIMITED"}),
         (("cp -r d /tmp &", "wait", TRAIN), {"setup": ["cp -r d /tmp &", "wait"]}),
         (("#SBATCH -N 1 --gres=gpu:2", "python -m torchrun_jsc --nproc_per_node=gpu train.py"),

@@ -39,6 +39,7 @@ def changes_of(slurm_commands: Slurm) -> list[list[str]]:
 def exclude_nodes(slurm_commands: Slurm, nodes: str) -> None:
     """Have Slurm keep the job off some nodes already: ``n[8-9]``, with or without n2."""
     shown = SHOWN_JOB.format("RUNNING", 2).replace("ExcNodeList=(null)", f"ExcNodeList={nodes}")
+    shown += "   Partition=small Reservation=(null)\\n"
     names = "n2\nn8\nn9\n" if "2" in nodes else "n8\nn9\n"
     answer = f"[ $2 = hostnames ] && printf '{names}' || printf '{shown}'"
     slurm_commands.answer_by("scontrol", answer)

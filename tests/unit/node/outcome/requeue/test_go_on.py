@@ -366,7 +366,8 @@ def test_a_requeued_job_is_kept_off_bad_nodes(
         ["update", "JobId=7", f"ExcNodeList={kept_off}"],
     ]
     assert printed == words
-    arguments = [f"--exclude={'n8,n9,' if excluded else ''}n2,n3", str(run.script)]
+    exclude = f"--exclude={'n8,n9,' if excluded else ''}n2,n3"
+    arguments = [exclude, "--partition=small", str(run.script)]  # where the job is now
     expected = [["--test-only", *arguments]] if age_s < KEPT_OFF_S else []
     assert slurm_commands.calls("sbatch") == expected
 
