@@ -34,15 +34,9 @@ from hpc_ddp.core import process
 from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.job.variables import OF_A_RANK
 from hpc_ddp.node.workers.forked_script import ForkedScript, is_main_kept, wipe_main_first
-from hpc_ddp.node.workers.import_order import import_always, import_up_to_torch
 from hpc_ddp.node.workers.module_files import find_hiding_file, own_folders
-from hpc_ddp.node.workers.preload import forget_rank, import_ahead
-from hpc_ddp.node.workers.script_imports import (
-    OrderError,
-    ScriptImports,
-    UnfitError,
-    imports_of,
-)
+from hpc_ddp.node.workers.preload import forget_rank, import_ahead, import_always
+from hpc_ddp.node.workers.script_imports import ScriptImports, UnfitError, imports_of
 from hpc_ddp.node.workers.worker import (
     OF_AN_MPI_TASK,
     die_with_parent,
@@ -59,8 +53,7 @@ if TYPE_CHECKING:
 PR_SET_CHILD_SUBREAPER = 36
 POLL_S = 0.05
 ANSWER_S = 300.0  # an import may wait without end here, for another worker, say
-# Exit codes of a process whose imports a fork would not survive, or have to come before torch's.
-UNFIT, OUT_OF_ORDER = 3, 4
+UNFIT = 3  # exit code of a process whose imports a fork would not survive
 # Variables that torchrun and `worker.prepare_worker` set for a worker; no import depends on them.
 OF_A_WORKER = re.compile(
     rf"({OF_A_RANK}|TORCH_DISABLE_SHARE_RDZV_TCP_STORE)$|SLURM_|HPC_DDP_|(TORCH_)?NCCL_"
@@ -232,15 +225,13 @@ class _Server:
         os.umask(int(os.environ.get("HPC_DDP_UMASK", "22"), 8))  # a package may make its folders
         folders = own_folders(Path(self.script[0]))
         imports = imports_of(Path(self.script[0]), folders)
-        if imports.has_torch:  # else a package may import it, which is seen in the child
-            import_always(imports, self.output)
+        import_always(imports, self.output)
         _check_hidden(folders)
         from hpc_ddp.node.workers.device_check import Trial
 
         trial = Trial()
         if self._import_in_child(imports, folders, trial):
             return  # in the child, which has its `refusal`
-        import_always(imports, self.output)
         self.refusal = trial.await_failure()
 
     def _import_in_child(
@@ -250,44 +241,34 @@ class _Server:
         and serves in place of this process; return True in the child, whose `refusal` is then the
         failure of the accelerator's `trial`.
 
-        This process waits for the child's end. It returns False if a module is unfit for a fork,
-        and raises UnfitError if a module has to be imported before torch; else it ends with 1."""
+        This process waits for the child's end. It returns False if a module is unfit for a fork;
+        else it ends with 1."""
         server_end, child_end = Pipe()
         with server_end, child_end:
-            child = self._fork_importer(imports, folders, child_end)
+            child = self._fork_importer(imports, folders)
             if not child:
                 self.refusal = child_end.recv()
                 return True
             server_end.send(trial.await_failure())
             _, status = os.waitpid(child, 0)
-            code = os.waitstatus_to_exitcode(status)
-            if code == OUT_OF_ORDER:
-                raise UnfitError(server_end.recv())
-            if code != UNFIT:
+            if os.waitstatus_to_exitcode(status) != UNFIT:
                 os._exit(1)  # the child has served, and may have ended with a request unanswered
         return False
 
-    def _fork_importer(
-        self, imports: ScriptImports, folders: Sequence[Path], connection: Connection
-    ) -> int:
+    def _fork_importer(self, imports: ScriptImports, folders: Sequence[Path]) -> int:
         """Fork a process that makes the `imports`, and return its id; return 0 in that process once
         it has made them. An import can't be undone: if one is unfit for a fork, or a file in
-        `folders` hides its module, the process prints the reason, and ends with the code `UNFIT`;
-        for an OrderError it sends the reason over `connection`, and ends with `OUT_OF_ORDER`."""
+        `folders` hides its module, the process prints the reason, and ends with the code
+        `UNFIT`."""
         size = os.fstat(self.output).st_size
         if child := os.fork():
             return child
         die_with_parent()
         try:
-            import_up_to_torch(imports, self.output)
-            import_always(imports, self.output)
             import_ahead(imports.names, self.output, are_known=False)
             _check_hidden(folders)
         except UnfitError as error:
             os.ftruncate(self.output, size)  # the script will import them, and print it again
-            if isinstance(error, OrderError):
-                connection.send(str(error))
-                os._exit(OUT_OF_ORDER)
             os.write(2, f"hpc-ddp: only torch is imported once for all workers: {error}\n".encode())
             os._exit(UNFIT)
         return 0

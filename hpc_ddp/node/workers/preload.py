@@ -21,11 +21,7 @@ from types import ModuleType
 from typing import Any, AnyStr
 
 from hpc_ddp.core.job.variables import OF_A_RANK
-from hpc_ddp.node.workers.script_imports import (
-    EndedError,
-    OrderError,
-    UnfitError,
-)
+from hpc_ddp.node.workers.script_imports import ScriptImports, UnfitError
 from hpc_ddp.node.workers.worker import is_of_mpi_task
 
 NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"  # `is_available` at an import starts no driver
@@ -37,52 +33,42 @@ RANK_NAMES = re.compile(
 OF_ENVIRON = ("os", "collections.abc", "_collections_abc")  # modules whose code os.environ is
 DEVICE_FILES = ("/dev/nvidia", "/dev/kfd", "/dev/dri", "/dev/infiniband", "/dev/davinci")
 ENVIRONMENT = "the environment"  # a part of `_process_state`
-# Variables that torch, or a library of its, reads at its import.
-OF_TORCH = re.compile("(PY)?TORCH|OMP_|KMP_|MKL_|GOMP_|CUDA|NCCL_|HIP_|HSA_|ROC|ATEN|TRITON|LD_")
-# Set by scikit-learn and joblib, which most scripts import above torch, for libraries of their own.
-OF_SCIKIT_LEARN = ("KMP_INIT_AT_FORK", "KMP_DUPLICATE_LIB_OK")
+# Modules that an optimizer and DDP import when they are first used.
+COMPILER = "torch._dynamo"
+ALWAYS = ("torch.distributed", COMPILER, "torch.utils.data", "torch.nn.parallel")
 THREADS = "/proc/self/task"
 ENDING_S = 1.0  # of a thread that has been joined
 
 
-def import_ahead(
-    names: Sequence[str], output: int, *, are_known: bool = True, may_be_first: bool = False
-) -> None:
+def import_always(imports: ScriptImports, output: int) -> None:
+    """Import the modules of `ALWAYS`, but not torch's compiler for a script that `imports` says may
+    change by then what it depends on. Raise as `import_ahead`, which `output` is for."""
+    import_ahead([n for n in ALWAYS if n != COMPILER or not imports.delays_compiler], output)
+
+
+def import_ahead(names: Sequence[str], output: int, *, are_known: bool = True) -> None:
     """Import the modules `names` in this process; a module that does not exist is passed over. The
     imports' output goes to the file descriptor `output`. `are_known` says that the modules are
-    torch's own, for which fewer checks are made; `may_be_first` that torch may have to come later,
-    and that another call follows, which then looks for devices and threads.
+    torch's own, for which fewer checks are made.
 
     Raise UnfitError where an import leaves something that a fork does not survive, or that a worker
     would not have from its own import: a changed `_process_state`, an open device, a thread; and
-    where an import reads the rank or, unless the modules `are_known`, all variables of the
-    environment. The error is an OrderError where a variable has changed that torch reads, an
-    EndedError where an import fails, reads the rank, or, unless the modules `may_be_first`, all
-    variables.
+    where an import fails, reads the rank or, unless the modules `are_known`, all variables of the
+    environment.
     """
     gc.freeze()  # so `_generators` looks only at new objects
     before = _process_state(are_known)
-    can_read_all = are_known or may_be_first
-    reader = _forbid_rank(are_known, can_read_all)
-    with _redirect_output(output), _ask_nvml_alone(), reader as reads:
+    with _redirect_output(output), _ask_nvml_alone(), _forbid_rank(are_known):
         for name in names:
             _import_if_there(name)
     if not are_known:
         gc.collect()  # else each worker would end the objects that a package has dropped
     _check_state(before, _process_state(are_known))
-    if reads:
-        raise UnfitError(f"an import has read {reads[0]}")
-    if not may_be_first:
-        _check_devices_and_threads()
+    _check_devices_and_threads()
 
 
 def _check_state(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
-    """Raise UnfitError where the parts of a process, from two calls of `_process_state`, differ;
-    OrderError where a variable differs that torch reads."""
-    changed_pairs = after[ENVIRONMENT].items() ^ before[ENVIRONMENT].items()
-    names = {name for name, _ in changed_pairs} - {*OF_SCIKIT_LEARN}
-    if any(map(OF_TORCH.match, names)):
-        raise OrderError(f"an import has changed variables of torch: {', '.join(sorted(names))}")
+    """Raise UnfitError where the parts of a process, from two calls of `_process_state`, differ."""
     for title, part in after.items():
         if part != before[title]:
             raise UnfitError(f"an import has changed {title}")
@@ -261,14 +247,12 @@ class _RankReadError(BaseException):
 
 
 @contextlib.contextmanager
-def _forbid_rank(are_known: bool, can_read_all: bool) -> Iterator[list[str]]:
+def _forbid_rank(are_known: bool) -> Iterator[None]:
     """Inside the block, end an import by `_RankReadError` if it reads a worker's rank, which is not
-    set yet, from ``os.environ``, or, unless it `can_read_all`, if it reads all variables. At the
-    block's end raise EndedError if an import was ended so. The block gets a list of what others
-    have read, in words, where the modules are not known. The class of ``os.environ`` is patched for
-    the time of the block."""
+    set yet, from ``os.environ``, or, unless the modules `are_known`, if it reads all variables. At
+    the block's end raise UnfitError if an import was ended so. The class of ``os.environ`` is
+    patched for the time of the block."""
     names: list[str] = []
-    reads: list[str] = []
     kind: Any = type(os.environ)
     read, walk = kind.__getitem__, kind.__iter__
 
@@ -287,18 +271,17 @@ def _forbid_rank(are_known: bool, can_read_all: bool) -> Iterator[list[str]]:
         """Return an iterator over the names of all variables; end the import instead if its module
         is not known, and the caller is no module of Python itself."""
         if not are_known and not _is_called_by_python():
-            (reads if can_read_all else names).append("all variables")
-            if not can_read_all:
-                raise _RankReadError
+            names.append("all variables")
+            raise _RankReadError
         return walk(self)  # type: ignore[no-any-return]
 
     kind.__getitem__, kind.__iter__ = read_or_end, walk_or_end
     try:
-        yield reads
+        yield
     finally:
         kind.__getitem__, kind.__iter__ = read, walk
         if names:
-            raise EndedError(f"an import has read {names[0]}")
+            raise UnfitError(f"an import has read {names[0]}")
 
 
 def _is_called_by_python() -> bool:
@@ -348,7 +331,7 @@ def _ask_nvml(ask: Callable[[], Any]) -> Any:
 def _import_if_there(name: str) -> None:
     """Import the module `name`, if it exists; of ``module:part`` the part as ``from module import
     part`` does, by which a submodule is imported only if the module has no such attribute. Raise
-    EndedError if the import fails otherwise: in the script, where other imports come before, it
+    UnfitError if the import fails otherwise: in the script, where other imports come before, it
     might not fail."""
     module, _, part = name.partition(":")
     name = module if not part else f"{module}.{part}"
@@ -359,6 +342,6 @@ def _import_if_there(name: str) -> None:
     except ModuleNotFoundError as error:
         # `name` itself may be missing: it may be a function of its package, and no submodule.
         if not name.startswith(str(error.name)):
-            raise EndedError(f"the import of {name} has failed: {error}") from None
+            raise UnfitError(f"the import of {name} has failed: {error}") from None
     except BaseException as error:
-        raise EndedError(f"the import of {name} has failed: {error!r}") from None
+        raise UnfitError(f"the import of {name} has failed: {error!r}") from None

@@ -9,6 +9,8 @@ import sys
 from collections.abc import Mapping
 
 from hpc_ddp.core.job.variables import OF_A_RANK
+from hpc_ddp.node.workers.module_files import OURS
+from hpc_ddp.node.workers.public_packages import IMPORTED_AHEAD
 
 # Variables that are read when a group, a device or a data loader starts, never at an import.
 READ_LATE = re.compile(
@@ -31,7 +33,6 @@ NO_SETTINGS = {
 }
 OF_LOGGERS = ("setLevel", "addHandler", "removeHandler", "addFilter")
 FIELDS_OF_LOGGERS = ("propagate", "disabled")
-SET_NOTHING = ("torch", "torchvision", "numpy", "hpc_ddp")  # their functions change no later import
 # Names of Python that may change an import, or run any text.
 ACTING = (
     *("sys", "importlib", "unittest", "site", "ctypes", "subprocess"),
@@ -40,7 +41,7 @@ ACTING = (
 HARMLESS = {"os"}  # the variables that it changes are seen by `change_of`
 SETTERS_OF_OS = re.compile(r"(sched_)?set\w+|umask|nice")
 # Functions of other modules that change what a later import finds: a start method, a group.
-SETTERS = re.compile(r"(set|init|use|enable|disable|register|install|manual_seed|seed)_?\w*")
+SETTERS = re.compile(r"(set|init|use|enable|disable|register|install)_?\w*")
 # Python's modules and functions that call nothing of what they get, but for a value.
 OF_TEXT = ("argparse", "pathlib", "json", "re", "math", "datetime", "time", "glob", "shutil")
 VALUES = (
@@ -59,6 +60,28 @@ VALUES = (
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 STATEMENTS = (ast.Expr, ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Delete)
 READS = ("get", "copy", "items", "keys", "values", "__contains__", "__getitem__")  # of os.environ
+# Places of an expression, and functions, that only read it.
+READING = (
+    *(ast.Subscript, ast.Compare, ast.Starred, ast.comprehension, ast.FormattedValue),
+    *(ast.BinOp, ast.Expr, ast.If, ast.While),
+)
+READERS = (
+    *(
+        "dict",
+        "print",
+        "pprint",
+        "len",
+        "list",
+        "tuple",
+        "set",
+        "sorted",
+        "str",
+        "repr",
+        "any",
+        "all",
+    ),
+    *("bool", "copy", "deepcopy", "dumps", "run", "Popen", "call", "check_call", "check_output"),
+)
 CHANGES_OF_PATH = ("insert", "remove", "pop", "clear", "sort", "reverse")
 
 
@@ -162,7 +185,8 @@ def _is_safe(module: str) -> bool:
     """Return whether a module, by its name, is one whose functions mostly change no later import;
     False for '', a function or class of the file."""
     top = module.partition(".")[0]
-    return top in SET_NOTHING or (top in sys.stdlib_module_names and top not in ACTING)
+    is_of_python = top in sys.stdlib_module_names and top not in ACTING
+    return is_of_python or top == OURS or top in IMPORTED_AHEAD
 
 
 def aliases_of(node: ast.stmt, modules: Mapping[str, str]) -> dict[str, str]:
@@ -249,7 +273,7 @@ def function_name(node: ast.Call) -> str:
 
 
 def renaming_of(node: ast.AST) -> str:
-    """Return, in words, what a statement gives another name, by which `change_of` would not see a
+    """Return, in words, what an import gives another name, by which `change_of` would not see a
     change: the module ``sys``, a variable of ``sys`` or ``os``, or a setting. '' for any other
     statement."""
     if isinstance(node, ast.Import):
@@ -265,12 +289,43 @@ def renaming_of(node: ast.AST) -> str:
                 alias.name == "environ" and alias.asname
             ):
                 return f"{node.module}.{alias.name}"
-    if isinstance(node, (ast.Assign, ast.AnnAssign)) and isinstance(node.value, ast.Attribute):
-        if _is_name(node.value, "environ"):
-            return "os.environ"
-        if _is_name(node.value, "path", "sys") or _is_name(node.value, "modules", "sys"):
-            return "sys.path"
     return ""
+
+
+def escapes_of(tree: ast.AST) -> list[tuple[int, str]]:
+    """Return the lines where a file gives ``os.environ``, ``sys.path`` or ``sys.modules`` to a
+    function, a variable or an object, which may change it under another name, and what it gives.
+    Left out are uses that only read it, or that `change_of` sees: ``os.environ["A"]``, ``"A" in
+    os.environ``, ``os.environ.get``, ``dict(os.environ)``, ``for name in os.environ``."""
+    parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+    escapes = []
+    for node in ast.walk(tree):
+        is_shared = _is_environ(node) or _is_name(node, "path", "sys")
+        is_shared |= _is_name(node, "modules", "sys")
+        if not is_shared or not isinstance(getattr(node, "ctx", None), ast.Load):
+            continue
+        parent = parents[node]
+        is_method = isinstance(parent, ast.Attribute) and not (
+            _is_environ(node)
+            and parent.attr not in READS
+            and getattr(parents[parent], "func", None) is not parent
+        )
+        if not (is_method or isinstance(parent, READING) or _is_read(node, parent, parents)):
+            escapes.append((node.lineno, ast.unparse(node)))  # type: ignore[attr-defined]
+    return escapes
+
+
+def _is_read(node: ast.AST, parent: ast.AST, parents: Mapping[ast.AST, ast.AST]) -> bool:
+    """Return whether an expression, whose place in the tree `parent` and `parents` show, is only
+    read there: unpacked by ``**``, gone through by a loop, tested, or given to one of `READERS`."""
+    if isinstance(parent, ast.Dict):
+        return any(k is None and v is node for k, v in zip(parent.keys, parent.values, strict=True))
+    if isinstance(parent, (ast.For, ast.AsyncFor)):
+        return parent.iter is node
+    if isinstance(parent, ast.keyword):
+        call = parents[parent]
+        return parent.arg is None or (isinstance(call, ast.Call) and function_name(call) in READERS)
+    return isinstance(parent, ast.Call) and function_name(parent) in READERS
 
 
 def _is_name(node: ast.AST, name: str, module: str = "") -> bool:

@@ -26,11 +26,12 @@ from hpc_ddp.node.workers.module_files import (
     is_installed,
     package_folder,
 )
+from hpc_ddp.node.workers.public_packages import IMPORTED_AHEAD, INERT
 from hpc_ddp.node.workers.script_changes import (
     DEFINITIONS,
-    SET_NOTHING,
     aliases_of,
     change_of,
+    escapes_of,
     has_call,
     may_change_anything,
     parts_that_call,
@@ -41,23 +42,19 @@ from hpc_ddp.node.workers.script_changes import (
 )
 
 MOST_FILES = 500  # of the script's own modules, which are read as well
-WITH_TORCH = re.compile(rf"torch\b|{OURS}[.:](training|integrations)\b")  # they import torch first
+# Modules, and parts of modules, that are torch's or import it.
+WITH_TORCH = re.compile(
+    rf"(torch|torchvision|torchaudio|torchmetrics|timm|accelerate|peft)\b"
+    rf"|{OURS}[.:](training|integrations)\b|transformers:\w*(Trainer|Model|For[A-Z])"
+)
 # Packages whose functions set variables from a file that is not read here.
 SET_VARIABLES = ("hydra", "pyrootutils", "rootutils", "dotenv", "environs")
+NEVER_TRUE = re.compile(r"(\w+\.)?TYPE_CHECKING")
 GUARDS = ("__name__ == '__main__'", "'__main__' == __name__")
 
 
 class UnfitError(Exception):
     """A script can't run in a fork, and has to be started by exec; the text is the reason."""
-
-
-class EndedError(UnfitError):
-    """An import has not come to its end: it has failed, or was ended."""
-
-
-class OrderError(UnfitError):
-    """A package has to be imported before torch, or before a part of torch that is imported
-    ahead."""
 
 
 class _Import(NamedTuple):
@@ -78,18 +75,12 @@ class ScriptImports:
     the order of the imports, up to the first statement that may change anything (see `_Reading`).
     ``module:part`` stands for an import of a part from a module.
 
-    `obstacle` is the reason against a fork where none of the modules imports torch. With
-    `sets_variables` the script may set variables, at any time, from a file that was not read.
+    With `delays_compiler` the script may, at any time, set variables from a file that was not read,
+    or change the working directory, on which torch's compiler depends at its import.
     """
 
     names: list[str]
-    obstacle: str
-    sets_variables: bool
-
-    @property
-    def has_torch(self) -> bool:
-        """Whether one of the modules is torch, or a module of hpc-ddp that imports torch."""
-        return any(map(is_torch, self.names))
+    delays_compiler: bool
 
 
 @dataclass
@@ -119,12 +110,11 @@ def imports_of(script: Path, folders: Sequence[Path]) -> ScriptImports:
     walk.enter(script, is_certain=True)
     for path, step in walk.late_imports:  # which grows meanwhile
         walk.follow_late(path, step)
-    obstacle = "no import of torch is seen at the top level of the script"
-    if walk.change:
-        obstacle = f"{walk.change}, comes before the import of torch"
-    if not walk.names:
-        raise UnfitError(obstacle)
-    return ScriptImports(list(walk.names), obstacle, walk.sets_variables)
+    if not any(map(WITH_TORCH.match, walk.names)):
+        if walk.change:
+            raise UnfitError(f"{walk.change}, comes before the import of torch")
+        raise UnfitError("no import of torch is seen at the top level of the script")
+    return ScriptImports(list(walk.names), walk.delays_compiler)
 
 
 @dataclass
@@ -139,7 +129,7 @@ class _Walk:
     entered: set[Path] = field(default_factory=set)  # the files that were read
     change: str = ""  # the place of the first statement that may change anything
     late_imports: list[tuple[Path, _Import]] = field(default_factory=list)  # with their files
-    sets_variables: bool = False
+    delays_compiler: bool = False
 
     def enter(self, path: Path, is_certain: bool) -> None:
         """Read the file `path` and follow its imports; do nothing if the file has been read before,
@@ -175,6 +165,7 @@ class _Walk:
         reading = _read(path, is_script=path == self.script)
         if reading.changes:
             raise _change_error(path, *reading.changes[0])
+        self.delays_compiler |= any("chdir" in change for _, change in reading.settings)
         self.late_imports += [(path, step) for step in reading.late_imports]
         return reading
 
@@ -183,7 +174,7 @@ class _Walk:
         `path` imports by `step`; [] for a module that is installed or Python's own."""
         name, parts, level, *_ = step
         package, top = package_folder(path, level), name.partition(".")[0]
-        self.sets_variables |= top in SET_VARIABLES and not level
+        self.delays_compiler |= top in SET_VARIABLES and not level
         base = [package] if package else self.folders[:1] if top == OURS else self.folders
         files = list(files_of_module(name, parts, base))
         if not (files or level or top == OURS or is_installed(name)):
@@ -196,24 +187,24 @@ class _Walk:
 
     def _follow(self, path: Path, step: _Import, is_certain: bool) -> None:
         """Follow one import, `step`, at the top level of the file `path`: `enter` the files of a
-        module that is not installed; add an installed module to `names` if its import is certain
-        and no `change` comes before. Any other module that is not read counts as a change: it may
-        be one that has to come before torch. Raise UnfitError as `enter`."""
+        module that is not installed; add a module of a public package (`IMPORTED_AHEAD`) to `names`
+        if its import is certain and no `change` comes before. Any other module that is not read
+        counts as a change, as does one called like one of Python. Raise UnfitError as `enter`."""
         files = self._findfiles_of_module(path, step)
         for file in files:
             self.enter(file, is_certain)
         name, parts, level, *_ = step
         top = name.partition(".")[0]
+        if top in sys.stdlib_module_names and files and not level:
+            self._note_change(path, step.line)  # its functions would be taken for Python's
         if files or level or top in sys.stdlib_module_names:
             return
-        if is_certain and (top == OURS or is_installed(name)):
-            if not self.change:
-                self.names[name] = None
-                self.names |= dict.fromkeys(f"{name}:{part}" for part in parts if part != "*")
-            return
-        is_harmless = top in SET_NOTHING or any(map(is_torch, self.names))
-        if not is_harmless and exists(top, self.folders):
+        is_known = top == OURS or (top in IMPORTED_AHEAD | INERT and is_installed(name))
+        if not is_known and exists(top, self.folders):
             self._note_change(path, step.line)
+        if is_known and is_certain and top not in INERT and not self.change:
+            self.names[name] = None
+            self.names |= dict.fromkeys(f"{name}:{part}" for part in parts if part != "*")
 
     def _note_change(self, path: Path, line: int) -> None:
         """Note a statement that may change anything, unless one comes before it."""
@@ -223,12 +214,6 @@ class _Walk:
 def _change_error(path: Path, line: int, change: str) -> UnfitError:
     """Return the error for a file that changes in a line what `change` says."""
     return UnfitError(f"{path.name}, line {line}, changes {change}")
-
-
-def is_torch(name: str) -> bool:
-    """Return whether the module `name`, as in `ScriptImports`, is torch, or of hpc-ddp and imports
-    torch."""
-    return bool(WITH_TORCH.match(name))
 
 
 def _read(path: Path, is_script: bool) -> _Reading:
@@ -251,6 +236,7 @@ def _read(path: Path, is_script: bool) -> _Reading:
             reading.changes.append((node.lineno, change))  # type: ignore[attr-defined]
         if change := renaming_of(node):
             reading.changes.append((node.lineno, change))  # type: ignore[attr-defined]
+    reading.changes += escapes_of(tree)
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and (name := setting_of(node, modules)):
             reading.settings.append((node.lineno, f"a setting by {name}"))
@@ -308,7 +294,7 @@ def _at_top_level(
         yield node, is_certain
         if isinstance(node, DEFINITIONS):
             continue
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+        if isinstance(node, ast.If) and NEVER_TRUE.fullmatch(ast.unparse(node.test)):
             yield from _at_top_level(node.orelse, is_script, is_certain)
         elif isinstance(node, ast.If) and ast.unparse(node.test) in GUARDS:
             yield from _at_top_level(node.body if is_script else node.orelse, is_script, is_certain)
@@ -316,8 +302,12 @@ def _at_top_level(
             # A `with` may silence the output of an import, or change something for a while.
             is_plain = isinstance(node, ast.With) and not any(map(has_call, node.items))
             is_straight = is_certain and (is_plain or isinstance(node, ast.Try))
-            for name in ("body", "finalbody"):
-                yield from _at_top_level(getattr(node, name, ()), is_script, is_straight)
+            body = getattr(node, "body", [])
+            # Where something fails in a `try`, its handler comes, and nothing of what is left.
+            length = 1 if getattr(node, "handlers", ()) else len(body)
+            yield from _at_top_level(body[:length], is_script, is_straight)
+            yield from _at_top_level(body[length:], is_script, False)
+            yield from _at_top_level(getattr(node, "finalbody", ()), is_script, is_straight)
             yield from _at_top_level(getattr(node, "orelse", ()), is_script, False)
             for branch in (*getattr(node, "handlers", ()), *getattr(node, "cases", ())):
                 yield from _at_top_level(branch.body, is_script, False)

@@ -20,7 +20,7 @@ from hpc_ddp.node import elastic_agent
 from hpc_ddp.node.workers import device_check, fork_server
 from hpc_ddp.node.workers.device_check import Trial
 from hpc_ddp.node.workers.fork_server import ForkedProcess, ForkServer, _Server
-from hpc_ddp.node.workers.script_imports import OrderError, ScriptImports, UnfitError
+from hpc_ddp.node.workers.script_imports import ScriptImports, UnfitError
 from hpc_ddp.node.workers.worker import worker_command
 
 COMMAND = worker_command(sys.executable, ["train.py"])
@@ -114,25 +114,16 @@ def test_a_trial_without_an_accelerator_is_none(monkeypatch: pytest.MonkeyPatch)
     assert (trial.await_failure(), trial.await_failure()) == ("", "")
 
 
-@pytest.mark.parametrize("error", [OrderError("comes first"), UnfitError("threads")])
-def test_a_package_that_has_to_come_before_torch_is_a_reason(
-    monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
-    """As one whose library has no room behind torch's, or that sets torch's variables."""
+def test_an_import_that_is_unfit_leaves_torch_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(names: list[str], output: int, are_known: bool) -> None:
+        raise UnfitError("threads")
 
-    def fail(imports: ScriptImports, output: int) -> None:
-        raise error
-
-    monkeypatch.setattr(fork_server, "import_up_to_torch", fail)
+    monkeypatch.setattr(fork_server, "import_ahead", fail)
     monkeypatch.setattr(device_check, "_try_accelerator", lambda: True)
     server = _server()
     server.output = process.memory_file("imports")
-    imports = ScriptImports(["torch"], "", sets_variables=False)
-    if isinstance(error, OrderError):
-        with pytest.raises(UnfitError, match="comes first"):
-            server._import_in_child(imports, [], Trial())
-    else:
-        assert not server._import_in_child(imports, [], Trial())
+    imports = ScriptImports(["torch"], delays_compiler=False)
+    assert not server._import_in_child(imports, [], Trial())
     os.close(server.output)
 
 

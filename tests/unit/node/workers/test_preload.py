@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -19,7 +18,6 @@ import torch
 
 from hpc_ddp.node.workers import preload
 from hpc_ddp.node.workers.preload import forget_rank, keep_cpus, pause_collector
-from hpc_ddp.node.workers.script_imports import OrderError, UnfitError
 
 REPO = Path(__file__).parents[4]
 # Imports what the arguments name in a process of its own, and prints the refusal.
@@ -185,25 +183,6 @@ def test_the_rank_of_the_nodes_one_task_is_forgotten(monkeypatch: pytest.MonkeyP
         monkeypatch.setenv(name, "0")
     forget_rank()
     assert [name for name in (*names, "SLURM_JOB_ID") if name in os.environ] == ["SLURM_JOB_ID"]
-
-
-@pytest.mark.parametrize(
-    ("name", "has_to_come_first"),
-    [("TORCH_LOGS", True), ("KMP_AFFINITY", True), ("KMP_INIT_AT_FORK", False), ("A_B", False)],
-)
-def test_only_variables_of_torchs_have_to_come_before_it(
-    monkeypatch: pytest.MonkeyPatch, name: str, has_to_come_first: bool
-) -> None:
-    """scikit-learn, which most scripts import above torch, sets one of another library."""
-    monkeypatch.delenv(name, raising=False)
-    change = partial(os.environ.__setitem__, name, "1")
-    monkeypatch.setattr(preload, "_import_if_there", lambda module: change())
-    output = os.memfd_create("output")
-    with pytest.raises(UnfitError, match="has changed ") as raised:
-        preload.import_ahead(["package"], output)
-    del os.environ[name]
-    os.close(output)
-    assert isinstance(raised.value, OrderError) is has_to_come_first
 
 
 def test_a_package_that_binds_its_thread_binds_no_worker() -> None:
