@@ -27,19 +27,11 @@ class Trial:
     an instance is made; without an accelerator it ends at once."""
 
     pid: int = field(default_factory=lambda: _fork_trial())
-    result: str | None = None  # the answer of `await_failure`, once the fork has ended
 
     def await_failure(self) -> str:
         """Wait for the fork's end, or kill it after `TRIAL_S`. Return the reason why a fork can't
-        use the accelerator; '' if it can, or if there is no accelerator. Later calls return the
-        same at once."""
-        if self.result is None:
-            self.result = self._wait()
-        return self.result
-
-    def _wait(self) -> str:
-        """Wait for the fork and return what `await_failure` returns. Only one call may be made: a
-        process can be waited for only once."""
+        use the accelerator; '' if it can, or if there is no accelerator. Only one call may be made:
+        a process can be waited for only once."""
         give_up = time.monotonic() + TRIAL_S
         while True:
             pid, status = os.waitpid(self.pid, os.WNOHANG)

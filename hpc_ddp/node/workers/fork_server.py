@@ -35,8 +35,8 @@ from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.job.variables import OF_A_RANK
 from hpc_ddp.node.workers.forked_script import ForkedScript, is_main_kept, wipe_main_first
 from hpc_ddp.node.workers.module_files import find_hiding_file, own_folders
-from hpc_ddp.node.workers.preload import forget_rank, import_ahead, import_always
-from hpc_ddp.node.workers.script_imports import ScriptImports, UnfitError, imports_of
+from hpc_ddp.node.workers.preload import forget_rank, import_all
+from hpc_ddp.node.workers.script_imports import UnfitError, imports_of
 from hpc_ddp.node.workers.worker import (
     OF_AN_MPI_TASK,
     die_with_parent,
@@ -48,12 +48,11 @@ from hpc_ddp.node.workers.worker import (
 )
 
 if TYPE_CHECKING:
-    from hpc_ddp.node.workers.device_check import Trial
+    pass
 
 PR_SET_CHILD_SUBREAPER = 36
 POLL_S = 0.05
 ANSWER_S = 300.0  # an import may wait without end here, for another worker, say
-UNFIT = 3  # exit code of a process whose imports a fork would not survive
 # Variables that torchrun and `worker.prepare_worker` set for a worker; no import depends on them.
 OF_A_WORKER = re.compile(
     rf"({OF_A_RANK}|TORCH_DISABLE_SHARE_RDZV_TCP_STORE)$|SLURM_|HPC_DDP_|(TORCH_)?NCCL_"
@@ -212,66 +211,22 @@ class _Server:
             return self._become_worker(command, environ)
 
     def _import_all(self) -> None:
-        """Import the modules of `import_always`, then those that the script imports, while a fork
-        tries the accelerator; set `refusal` where that trial fails. This may return in a child of
-        the process that has called it; the child then serves (`_import_in_child`).
-
-        Raise UnfitError where a forked worker would differ from one that is started by exec.
-        """
+        """Make the imports of `import_all` while a fork tries the accelerator; set `refusal` where
+        that trial fails. Raise UnfitError where a forked worker would differ from one that is
+        started by exec."""
         # A worker's Python has a seed of hashes and -u, and neither -P nor -s.
         is_other = getattr(sys.flags, "safe_path", False) or sys.flags.no_user_site
         if "PYTHONHASHSEED" not in self.environ or is_other:
             raise UnfitError("its Python was started in another way than a script's")
-        os.umask(int(os.environ.get("HPC_DDP_UMASK", "22"), 8))  # a package may make its folders
         folders = own_folders(Path(self.script[0]))
         imports = imports_of(Path(self.script[0]), folders)
-        import_always(imports, self.output)
-        _check_hidden(folders)
         from hpc_ddp.node.workers.device_check import Trial
 
         trial = Trial()
-        if self._import_in_child(imports, folders, trial):
-            return  # in the child, which has its `refusal`
+        import_all(imports, self.output)
+        if file := find_hiding_file(folders, list(sys.modules)):
+            raise UnfitError(f"{file} hides a module that is imported already")
         self.refusal = trial.await_failure()
-
-    def _import_in_child(
-        self, imports: ScriptImports, folders: Sequence[Path], trial: Trial
-    ) -> bool:
-        """Fork a child that makes the script's `imports` (`folders` have the script's own modules),
-        and serves in place of this process; return True in the child, whose `refusal` is then the
-        failure of the accelerator's `trial`.
-
-        This process waits for the child's end. It returns False if a module is unfit for a fork;
-        else it ends with 1."""
-        server_end, child_end = Pipe()
-        with server_end, child_end:
-            child = self._fork_importer(imports, folders)
-            if not child:
-                self.refusal = child_end.recv()
-                return True
-            server_end.send(trial.await_failure())
-            _, status = os.waitpid(child, 0)
-            if os.waitstatus_to_exitcode(status) != UNFIT:
-                os._exit(1)  # the child has served, and may have ended with a request unanswered
-        return False
-
-    def _fork_importer(self, imports: ScriptImports, folders: Sequence[Path]) -> int:
-        """Fork a process that makes the `imports`, and return its id; return 0 in that process once
-        it has made them. An import can't be undone: if one is unfit for a fork, or a file in
-        `folders` hides its module, the process prints the reason, and ends with the code
-        `UNFIT`."""
-        size = os.fstat(self.output).st_size
-        if child := os.fork():
-            return child
-        die_with_parent()
-        try:
-            import_ahead(imports.names, self.output, are_known=False)
-            _check_hidden(folders)
-        except UnfitError as error:
-            os.ftruncate(self.output, size)  # the script will import them, and print it again
-            os.write(2, f"hpc-ddp: only torch is imported once for all workers: {error}\n".encode())
-            os._exit(UNFIT)
-        return 0
 
     def _refusal(self, command: list[str], environ: dict[str, str]) -> str:
         """Return the reason why no worker with this command and environment may be forked, '' where
@@ -354,10 +309,3 @@ def _reset_signals(ignored: Sequence[int]) -> None:
     for number in SIGNALS:
         default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
         signal.signal(number, signal.SIG_IGN if number in ignored else default)
-
-
-def _check_hidden(folders: Sequence[Path]) -> None:
-    """Raise UnfitError if Python would import a file in `folders`, the script's own, in place of a
-    module that is imported already."""
-    if file := find_hiding_file(folders, list(sys.modules)):
-        raise UnfitError(f"{file} hides a module that is imported already")

@@ -1,24 +1,19 @@
-"""Imports made once for all workers of a node, and the checks that they do no harm there."""
+"""Imports of torch made once for all workers of a node, and checks that they do no harm there."""
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import gc
 import importlib
 import logging
 import os
-import random
 import re
 import signal
 import sys
-import tempfile
 import time
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
-from types import ModuleType
-from typing import Any, AnyStr
+from typing import Any
 
 from hpc_ddp.core.job.variables import OF_A_RANK
 from hpc_ddp.node.workers.script_imports import ScriptImports, UnfitError
@@ -30,9 +25,7 @@ RANK_NAMES = re.compile(
     rf"{OF_A_RANK}|SLURM_(PROCID|LOCALID|NODEID|NTASKS|NPROCS|(STEP_)?(NUM_TASKS|TASKS_PER_NODE))"
     r"|SLURM_NTASKS_PER_NODE|PMI\w*_RANK|OMPI_COMM_WORLD_\w+"
 )
-OF_ENVIRON = ("os", "collections.abc", "_collections_abc")  # modules whose code os.environ is
 DEVICE_FILES = ("/dev/nvidia", "/dev/kfd", "/dev/dri", "/dev/infiniband", "/dev/davinci")
-ENVIRONMENT = "the environment"  # a part of `_process_state`
 # Modules that an optimizer and DDP import when they are first used.
 COMPILER = "torch._dynamo"
 ALWAYS = ("torch.distributed", COMPILER, "torch.utils.data", "torch.nn.parallel")
@@ -40,38 +33,28 @@ THREADS = "/proc/self/task"
 ENDING_S = 1.0  # of a thread that has been joined
 
 
-def import_always(imports: ScriptImports, output: int) -> None:
-    """Import the modules of `ALWAYS`, but not torch's compiler for a script that `imports` says may
-    change by then what it depends on. Raise as `import_ahead`, which `output` is for."""
-    import_ahead([n for n in ALWAYS if n != COMPILER or not imports.delays_compiler], output)
+def import_all(imports: ScriptImports, output: int) -> None:
+    """Import the modules of `ALWAYS`, and ``hpc_ddp.training`` for a script that uses it; but not
+    torch's compiler for a script that `imports` says may change by then what it depends on. The
+    imports' output goes to the file descriptor `output`.
 
-
-def import_ahead(names: Sequence[str], output: int, *, are_known: bool = True) -> None:
-    """Import the modules `names` in this process; a module that does not exist is passed over. The
-    imports' output goes to the file descriptor `output`. `are_known` says that the modules are
-    torch's own, for which fewer checks are made.
-
-    Raise UnfitError where an import leaves something that a fork does not survive, or that a worker
-    would not have from its own import: a changed `_process_state`, an open device, a thread; and
-    where an import fails, reads the rank or, unless the modules `are_known`, all variables of the
-    environment.
+    Raise UnfitError where an import fails, or leaves something that a fork does not survive, or
+    that a worker would not have from its own import, as a plugin of torch may do: a changed
+    `_process_state`, an open device, a thread.
     """
-    gc.freeze()  # so `_generators` looks only at new objects
-    before = _process_state(are_known)
-    with _redirect_output(output), _ask_nvml_alone(), _forbid_rank(are_known):
+    names = [name for name in ALWAYS if name != COMPILER or not imports.delays_compiler]
+    names += ["hpc_ddp.training"] if imports.uses_training else []
+    before = _process_state()
+    with _redirect_output(output), _ask_nvml_alone():
         for name in names:
-            _import_if_there(name)
-    if not are_known:
-        gc.collect()  # else each worker would end the objects that a package has dropped
-    _check_state(before, _process_state(are_known))
-    _check_devices_and_threads()
-
-
-def _check_state(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
-    """Raise UnfitError where the parts of a process, from two calls of `_process_state`, differ."""
-    for title, part in after.items():
+            try:
+                importlib.import_module(name)
+            except BaseException as error:
+                raise UnfitError(f"the import of {name} has failed: {error!r}") from None
+    for title, part in _process_state().items():
         if part != before[title]:
             raise UnfitError(f"an import has changed {title}")
+    _check_devices_and_threads()
 
 
 def _check_devices_and_threads() -> None:
@@ -155,24 +138,17 @@ def _redirect_output(output: int) -> Iterator[None]:
             os.close(copy)
 
 
-def _process_state(are_known: bool) -> dict[str, Any]:
-    """Return the parts of this process that imports must not change, by a name in words; unless the
-    modules `are_known`, also the generators of random numbers and the callbacks at the exit. Equal
+def _process_state() -> dict[str, Any]:
+    """Return the parts of this process that imports must not change, by a name in words. Equal
     results mean that nothing has changed."""
-    state: dict[str, Any] = {
-        ENVIRONMENT: {k: v for k, v in os.environ.items() if k != NVML_CHECK},
+    return {
+        "the environment": {k: v for k, v in os.environ.items() if k != NVML_CHECK},
         "a signal's handler": [signal.getsignal(n) for n in sorted(signal.valid_signals())],
         "the working directory": os.getcwd(),
         "sys.path": list(sys.path),
         "the root logger": list(logging.getLogger().handlers),
         "the open files": _open_files(),
     }
-    if not are_known:
-        # Forks would share one state of a generator, or a folder that a callback removes.
-        state["the generators of random numbers"] = _generators()
-        finalizers: Any = weakref.finalize
-        state["the callbacks at the exit"] = (atexit._ncallbacks(), len(finalizers._registry))
-    return state
 
 
 def _open_files() -> dict[str, str]:
@@ -187,110 +163,12 @@ def _open_files() -> dict[str, str]:
     return files
 
 
-def _generators() -> list[str]:
-    """Return texts by which two calls can be compared: they differ if a global generator of Python,
-    numpy or torch's CPU has drawn or was seeded in between, or if a generator object that is not
-    frozen (`gc.freeze`) was made or freed."""
-    states = [repr(random.getstate())]
-    kinds: tuple[type, ...] = (random.Random,)
-    if numpy := sys.modules.get("numpy"):
-        # The key changes only with each 624th word; `place` is the position in it, and the rest.
-        key, *place = numpy.random.get_state()[1:]
-        states.append(repr((key.tobytes(), place)))
-        kinds += (numpy.random.Generator, numpy.random.RandomState)
-    if torch := sys.modules.get("torch"):
-        states.append(repr(torch.get_rng_state().numpy().tobytes()))
-        # The collector does not track them.
-        states.append(repr(_find_in_modules(torch.Generator)))
-    # By `type`: some objects answer `isinstance` with a warning.
-    instances = sorted(
-        id(instance)
-        for instance in gc.get_objects()
-        if issubclass(type(instance), kinds) and not _draws_anew(instance)
-    )
-    return [*states, repr(instances)]
-
-
-def _find_in_modules(kind: type) -> list[int]:
-    """Return the ids of all objects of a type that are attributes of modules, or of classes in
-    modules other than torch's, in order."""
-    ids = set()
-    for name, module in list(sys.modules.items()):
-        objects = [*vars(module).values()] if type(module) is ModuleType else []
-        if not name.startswith("torch."):
-            # By `type`: some objects answer `isinstance` with a warning.
-            classes = [instance for instance in objects if type(instance) is type]
-            own_classes = [vars(cls) for cls in classes if cls.__module__ == name]
-            objects += [field for fields in own_classes for field in fields.values()]
-        ids |= {id(instance) for instance in objects if type(instance) is kind}
-    return sorted(ids)
-
-
-def _draws_anew(instance: Any) -> bool:
-    """Return whether a generator gives each process its own numbers: one of the system, and the one
-    of ``tempfile``, which is replaced in a fork."""
-    of_tempfile = getattr(vars(tempfile)["_name_sequence"], "_rng", None)
-    return instance is of_tempfile or issubclass(type(instance), random.SystemRandom)
-
-
 def forget_rank() -> None:
     """Remove from this process's environment the ranks and counts that Slurm and MPI gave to the
     one task of the node: an import would take them for those of a worker."""
     for name in list(os.environ):
         if RANK_NAMES.fullmatch(name) or is_of_mpi_task(name):
             del os.environ[name]
-
-
-class _RankReadError(BaseException):
-    """An import has asked for the rank, or for all variables. This is no Exception, which a package
-    might catch, and go on."""
-
-
-@contextlib.contextmanager
-def _forbid_rank(are_known: bool) -> Iterator[None]:
-    """Inside the block, end an import by `_RankReadError` if it reads a worker's rank, which is not
-    set yet, from ``os.environ``, or, unless the modules `are_known`, if it reads all variables. At
-    the block's end raise UnfitError if an import was ended so. The class of ``os.environ`` is
-    patched for the time of the block."""
-    names: list[str] = []
-    kind: Any = type(os.environ)
-    read, walk = kind.__getitem__, kind.__iter__
-
-    def read_or_end(self: Any, name: AnyStr) -> AnyStr:
-        """Return the value of the variable `name`; end the import if `name` is a rank and is not
-        set. ``os.environb`` is of the same class, and has bytes."""
-        try:
-            return read(self, name)  # type: ignore[no-any-return]
-        except KeyError:
-            if RANK_NAMES.fullmatch(os.fsdecode(name)):
-                names.append(os.fsdecode(name))
-                raise _RankReadError from None
-            raise
-
-    def walk_or_end(self: Any) -> Iterator[str]:
-        """Return an iterator over the names of all variables; end the import instead if its module
-        is not known, and the caller is no module of Python itself."""
-        if not are_known and not _is_called_by_python():
-            names.append("all variables")
-            raise _RankReadError
-        return walk(self)  # type: ignore[no-any-return]
-
-    kind.__getitem__, kind.__iter__ = read_or_end, walk_or_end
-    try:
-        yield
-    finally:
-        kind.__getitem__, kind.__iter__ = read, walk
-        if names:
-            raise UnfitError(f"an import has read {names[0]}")
-
-
-def _is_called_by_python() -> bool:
-    """Return whether a module of Python itself has called `walk_or_end`: it reads all variables to
-    start a child process, say."""
-    frame = sys._getframe(2)  # 0: this function, 1: `walk_or_end`
-    while frame.f_back and frame.f_globals.get("__name__") in OF_ENVIRON:
-        frame = frame.f_back
-    return str(frame.f_globals.get("__name__")).partition(".")[0] in sys.stdlib_module_names
 
 
 @contextlib.contextmanager
@@ -326,22 +204,3 @@ def _ask_nvml(ask: Callable[[], Any]) -> Any:
     finally:
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL("libnvidia-ml.so.1").nvmlShutdown()
-
-
-def _import_if_there(name: str) -> None:
-    """Import the module `name`, if it exists; of ``module:part`` the part as ``from module import
-    part`` does, by which a submodule is imported only if the module has no such attribute. Raise
-    UnfitError if the import fails otherwise: in the script, where other imports come before, it
-    might not fail."""
-    module, _, part = name.partition(":")
-    name = module if not part else f"{module}.{part}"
-    try:
-        importlib.import_module(module)
-        if part:
-            __import__(module, fromlist=(part,))
-    except ModuleNotFoundError as error:
-        # `name` itself may be missing: it may be a function of its package, and no submodule.
-        if not name.startswith(str(error.name)):
-            raise UnfitError(f"the import of {name} has failed: {error}") from None
-    except BaseException as error:
-        raise UnfitError(f"the import of {name} has failed: {error!r}") from None

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from hpc_ddp.core.job.variables import OF_A_RANK
 from hpc_ddp.node.workers.module_files import OURS
-from hpc_ddp.node.workers.public_packages import IMPORTED_AHEAD
+from hpc_ddp.node.workers.public_packages import HARMLESS_PACKAGES
 
 # Variables that are read when a group, a device or a data loader starts, never at an import.
 READ_LATE = re.compile(
@@ -63,7 +63,7 @@ READS = ("get", "copy", "items", "keys", "values", "__contains__", "__getitem__"
 # Places of an expression, and functions, that only read it.
 READING = (
     *(ast.Subscript, ast.Compare, ast.Starred, ast.comprehension, ast.FormattedValue),
-    *(ast.BinOp, ast.Expr, ast.If, ast.While),
+    *(ast.BinOp, ast.Dict, ast.Expr, ast.If, ast.While),
 )
 READERS = (
     *(
@@ -186,7 +186,7 @@ def _is_safe(module: str) -> bool:
     False for '', a function or class of the file."""
     top = module.partition(".")[0]
     is_of_python = top in sys.stdlib_module_names and top not in ACTING
-    return is_of_python or top == OURS or top in IMPORTED_AHEAD
+    return is_of_python or top == OURS or top in HARMLESS_PACKAGES
 
 
 def aliases_of(node: ast.stmt, modules: Mapping[str, str]) -> dict[str, str]:
@@ -318,8 +318,6 @@ def escapes_of(tree: ast.AST) -> list[tuple[int, str]]:
 def _is_read(node: ast.AST, parent: ast.AST, parents: Mapping[ast.AST, ast.AST]) -> bool:
     """Return whether an expression, whose place in the tree `parent` and `parents` show, is only
     read there: unpacked by ``**``, gone through by a loop, tested, or given to one of `READERS`."""
-    if isinstance(parent, ast.Dict):
-        return any(k is None and v is node for k, v in zip(parent.keys, parent.values, strict=True))
     if isinstance(parent, (ast.For, ast.AsyncFor)):
         return parent.iter is node
     if isinstance(parent, ast.keyword):

@@ -1,9 +1,9 @@
-"""The imports of a script at its start, read from its text: the script is not run for that.
+"""Where a script imports torch, read from its text: the script is not run for that.
 
-The fork server imports these modules, and torch, before the script starts. A script is refused
-where it would then not get the same modules: it changes its environment or the search path, changes
-a setting before an import, has a module of its own that hides an installed module, or does not
-import torch before anything that may change what torch finds.
+The fork server has imported torch before the script starts. A script is refused where it would then
+not get the same: it changes its environment or the search path, changes a setting before an import,
+has a module of its own that hides an installed one, or does not import torch before anything that
+may change what torch finds.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hpc_ddp.node.workers.module_files import (
     is_installed,
     package_folder,
 )
-from hpc_ddp.node.workers.public_packages import IMPORTED_AHEAD, INERT
+from hpc_ddp.node.workers.public_packages import HARMLESS_PACKAGES
 from hpc_ddp.node.workers.script_changes import (
     DEFINITIONS,
     aliases_of,
@@ -42,10 +42,11 @@ from hpc_ddp.node.workers.script_changes import (
 )
 
 MOST_FILES = 500  # of the script's own modules, which are read as well
+TRAINING = re.compile(rf"{OURS}[.:]training\b")
 # Modules, and parts of modules, that are torch's or import it.
 WITH_TORCH = re.compile(
     rf"(torch|torchvision|torchaudio|torchmetrics|timm|accelerate|peft)\b"
-    rf"|{OURS}[.:](training|integrations)\b|transformers:\w*(Trainer|Model|For[A-Z])"
+    rf"|{OURS}[.:]integrations\b|{TRAINING.pattern}|transformers:\w*(Trainer|Model|For[A-Z])"
 )
 # Packages whose functions set variables from a file that is not read here.
 SET_VARIABLES = ("hydra", "pyrootutils", "rootutils", "dotenv", "environs")
@@ -69,17 +70,12 @@ class _Import(NamedTuple):
     is_certain: bool
 
 
-@dataclass
-class ScriptImports:
-    """The installed modules that a script and its own modules always import at their top level, in
-    the order of the imports, up to the first statement that may change anything (see `_Reading`).
-    ``module:part`` stands for an import of a part from a module.
+class ScriptImports(NamedTuple):
+    """How a script imports torch: `uses_training` says that it imports ``hpc_ddp.training``, and
+    `delays_compiler` that it may, at any time, set variables from a file that was not read, or
+    change the working directory, on which torch's compiler depends at its import."""
 
-    With `delays_compiler` the script may, at any time, set variables from a file that was not read,
-    or change the working directory, on which torch's compiler depends at its import.
-    """
-
-    names: list[str]
+    uses_training: bool
     delays_compiler: bool
 
 
@@ -100,32 +96,33 @@ class _Reading:
 
 
 def imports_of(script: Path, folders: Sequence[Path]) -> ScriptImports:
-    """Return the imports of `script` and of its own modules. `folders` have the script's own
-    modules; the first is the script's folder.
+    """Return how `script` imports torch. `folders` have the script's own modules, which are read as
+    well; the first is the script's folder.
 
     Raise UnfitError where a file can't be read, or changes something on which an import may depend;
-    and where no module that may import torch comes before a statement that may change anything.
+    and where no import of torch comes before a statement that may change anything.
     """
     walk = _Walk(script, folders)
     walk.enter(script, is_certain=True)
     for path, step in walk.late_imports:  # which grows meanwhile
         walk.follow_late(path, step)
-    if not any(map(WITH_TORCH.match, walk.names)):
-        if walk.change:
-            raise UnfitError(f"{walk.change}, comes before the import of torch")
+    if not walk.has_torch and walk.change:
+        raise UnfitError(f"{walk.change}, comes before the import of torch")
+    if not walk.has_torch:
         raise UnfitError("no import of torch is seen at the top level of the script")
-    return ScriptImports(list(walk.names), walk.delays_compiler)
+    return ScriptImports(walk.uses_training, walk.delays_compiler)
 
 
 @dataclass
 class _Walk:
-    """Goes through the imports of a script in the order in which they run, and collects the `names`
-    of installed modules up to the first statement that may change anything; later through its
-    `late_imports`, only to read the script's own modules."""
+    """Goes through the imports of a script in the order in which they run, up to the first that
+    imports torch or the first statement that may change anything; later through its `late_imports`,
+    only to read the script's own modules."""
 
     script: Path
     folders: Sequence[Path]  # with the script's own modules; the first is the script's folder
-    names: dict[str, None] = field(default_factory=dict)  # an ordered set
+    has_torch: bool = False  # torch is imported for certain, and before any `change`
+    uses_training: bool = False
     entered: set[Path] = field(default_factory=set)  # the files that were read
     change: str = ""  # the place of the first statement that may change anything
     late_imports: list[tuple[Path, _Import]] = field(default_factory=list)  # with their files
@@ -187,9 +184,9 @@ class _Walk:
 
     def _follow(self, path: Path, step: _Import, is_certain: bool) -> None:
         """Follow one import, `step`, at the top level of the file `path`: `enter` the files of a
-        module that is not installed; add a module of a public package (`IMPORTED_AHEAD`) to `names`
-        if its import is certain and no `change` comes before. Any other module that is not read
-        counts as a change, as does one called like one of Python. Raise UnfitError as `enter`."""
+        module that is not installed; note an import of torch that `is_certain`. An import of a
+        package that is not known (`HARMLESS_PACKAGES`) counts as a change, as does that of a module
+        called like one of Python. Raise UnfitError as `enter`."""
         files = self._findfiles_of_module(path, step)
         for file in files:
             self.enter(file, is_certain)
@@ -199,16 +196,18 @@ class _Walk:
             self._note_change(path, step.line)  # its functions would be taken for Python's
         if files or level or top in sys.stdlib_module_names:
             return
-        is_known = top == OURS or (top in IMPORTED_AHEAD | INERT and is_installed(name))
+        names = [name, *(f"{name}:{part}" for part in parts)]
+        self.uses_training |= any(map(TRAINING.match, names))
+        is_known = top == OURS or (top in HARMLESS_PACKAGES and is_installed(name))
         if not is_known and exists(top, self.folders):
             self._note_change(path, step.line)
-        if is_known and is_certain and top not in INERT and not self.change:
-            self.names[name] = None
-            self.names |= dict.fromkeys(f"{name}:{part}" for part in parts if part != "*")
+        is_first = is_known and is_certain and not self.change
+        self.has_torch |= is_first and any(map(WITH_TORCH.match, names))
 
     def _note_change(self, path: Path, line: int) -> None:
-        """Note a statement that may change anything, unless one comes before it."""
-        self.change = self.change or f"{path.name}, line {line}"
+        """Note a statement that may change anything, unless one, or torch, comes before it."""
+        if not self.has_torch:
+            self.change = self.change or f"{path.name}, line {line}"
 
 
 def _change_error(path: Path, line: int, change: str) -> UnfitError:

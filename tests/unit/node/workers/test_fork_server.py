@@ -15,12 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from hpc_ddp.core import process
 from hpc_ddp.node import elastic_agent
 from hpc_ddp.node.workers import device_check, fork_server
 from hpc_ddp.node.workers.device_check import Trial
 from hpc_ddp.node.workers.fork_server import ForkedProcess, ForkServer, _Server
-from hpc_ddp.node.workers.script_imports import ScriptImports, UnfitError
 from hpc_ddp.node.workers.worker import worker_command
 
 COMMAND = worker_command(sys.executable, ["train.py"])
@@ -110,21 +108,7 @@ def test_a_trial_that_fails_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_trial_without_an_accelerator_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_check, "_try_accelerator", lambda: True)
-    trial = Trial()
-    assert (trial.await_failure(), trial.await_failure()) == ("", "")
-
-
-def test_an_import_that_is_unfit_leaves_torch_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(names: list[str], output: int, are_known: bool) -> None:
-        raise UnfitError("threads")
-
-    monkeypatch.setattr(fork_server, "import_ahead", fail)
-    monkeypatch.setattr(device_check, "_try_accelerator", lambda: True)
-    server = _server()
-    server.output = process.memory_file("imports")
-    imports = ScriptImports(["torch"], delays_compiler=False)
-    assert not server._import_in_child(imports, [], Trial())
-    os.close(server.output)
+    assert Trial().await_failure() == ""
 
 
 def test_a_notice_before_the_fork_ends_the_worker(

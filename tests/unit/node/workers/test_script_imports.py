@@ -7,70 +7,83 @@ from pathlib import Path
 import pytest
 
 from hpc_ddp.node.workers.module_files import find_hiding_file
-from hpc_ddp.node.workers.script_imports import UnfitError, imports_of
+from hpc_ddp.node.workers.script_imports import ScriptImports, UnfitError, imports_of
+
+BEFORE = "comes before the import of torch"
+NONE_SEEN = "no import of torch is seen at the top level of the script"
 
 
-def _script(folder: Path, text: str, **others: str) -> list[str]:
-    """Write a script, and other files by name (``a__b`` is ``a/b.py``); return its imports. One
-    without torch gets an import of it at its end, which is not returned."""
-    has_torch = any(
-        "torch" in content or "hpc_ddp" in content for content in (text, *others.values())
-    )
-    text = text if has_torch else f"{text.rstrip()}\nimport torch\n"
+def _read(folder: Path, text: str, **others: str) -> ScriptImports:
+    """Write a script, and other files by name (``a__b`` is ``a/b.py``); return its imports."""
     for name, content in {"train": text, **others}.items():
         path = folder / f"{name.replace('__', '/')}.py"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(content)
-    names = imports_of(folder / "train.py", [folder]).names
-    return names if has_torch else [name for name in names if name != "torch"]
+    return imports_of(folder / "train.py", [folder])
 
 
-def test_installed_modules_of_the_top_level_are_imports(tmp_path: Path) -> None:
-    text = """
-import os, json
-import numpy as np
-from torch import nn, optim
-from torch.utils.data import *
-from typing import TYPE_CHECKING
-if TYPE_CHECKING:
-    import pytest
-else:
-    import click
-try:
-    import no_such_module
-except ImportError:
-    import jinja2
-with open("x"):
-    import submitit
-for _ in ():
-    import yaml_which_is_not_there
-def later():
-    import yaml
-class A:
-    import yaml
-"""
-    names = ["numpy", "torch", "torch:nn", "torch:optim", "torch.utils.data"]
-    # One below an `if`, in a handler or a loop may not run; a `with` may silence its output.
-    assert _script(tmp_path, text) == [*names, "click"]
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import os, json\nimport numpy as np\nfrom torch import nn\n",
+        "from torchvision import models\nown()\nimport anything\n",
+        "from transformers import AutoModelForCausalLM\n",
+        "from hpc_ddp import training\n",
+        "from hpc_ddp.training import start\n",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import pytest\nimport torch\n",
+        "try:\n    import torch\nexcept ImportError:\n    torch = None\n",
+        "with open('x'):\n    pass\nimport torch\n",
+        "import app\n",
+        "if __name__ == '__main__':\n    from app import main\n    main()\n",
+        "import tools, no_such_module\nimport app\napp.main()\n",
+        "import click, tools\nif click:\n    import jinja2\nimport torch\n",
+        "def later():\n    import pytest\nimport torch\n",
+    ],
+)
+def test_torch_is_seen_wherever_it_always_comes_first(tmp_path: Path, text: str) -> None:
+    """Of the script itself also below its guard, and in modules of its own."""
+    files = {"app": "import torch\ndef main(): ...\n", "tools": "import os\n"}
+    assert _read(tmp_path, text, **files) == ("hpc_ddp" in text, False)
 
 
-def test_modules_of_its_own_are_read_and_not_imported(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def main():\n    import torch\nmain()\n",
+        "import json\n",
+        "import sys\nif sys.argv:\n    import torch\n",
+        "import app\n",
+        "from app import main\nif __name__ == '__main__':\n    main()\n    import torch\n",
+        "from transformers import AutoTokenizer\n",
+        "try:\n    import jinja2\n    import torch\nexcept ImportError:\n    pass\n",
+        "if __name__ == '__main__':\n    pass\nelse:\n    import torch\n",
+    ],
+)
+def test_a_script_whose_import_of_torch_is_not_seen_is_refused(tmp_path: Path, text: str) -> None:
+    app = "def main():\n    import torch\nif __name__ == '__main__':\n    import torch\n"
+    with pytest.raises(UnfitError, match="import of torch"):
+        _read(tmp_path, text, app=app)
+
+
+def test_modules_of_its_own_are_read(tmp_path: Path) -> None:
     own = {
         "data": "import numpy\nfrom models.net import Net\n",
         "models__net": "from . import layers\nfrom ..models.blocks import deep\nimport click\n",
         "models__layers": "import jinja2\n",
-        "models__blocks": "import train\nimport yaml\n",
+        "models__blocks": "import train\nimport pytest\n",
     }
-    names = _script(tmp_path, "import data\nfrom models import net\n", **own)
-    assert sorted(names) == ["click", "jinja2", "numpy", "yaml"]
+    with pytest.raises(UnfitError, match=rf"blocks\.py, line 2, {BEFORE}"):
+        _read(tmp_path, "import data\nfrom models import net\nimport torch\n", **own)
+    own["models__blocks"] = "import train\nimport yaml\n"
+    assert _read(tmp_path, "import data\nfrom models import net\nimport torch\n", **own)
 
 
 def test_a_plain_folder_hides_no_package_and_a_package_of_its_own_does(tmp_path: Path) -> None:
     (tmp_path / "numpy").mkdir()
-    assert _script(tmp_path, "import numpy\n") == ["numpy"]
+    assert _read(tmp_path, "import numpy, torch\n")
     assert find_hiding_file([tmp_path], ["numpy.random", "os"]) is None
     (tmp_path / "numpy" / "__init__.py").touch()
-    assert _script(tmp_path, "import numpy, torch\n") == ["torch"]
+    assert _read(tmp_path, "import numpy, torch\n")
     assert find_hiding_file([tmp_path], ["numpy.random", "os"]) == tmp_path / "numpy"
 
 
@@ -81,11 +94,11 @@ def test_our_package_comes_from_the_library_unless_it_is_beside_the_script(tmp_p
     (code / "hpc_ddp" / "__init__.py").write_text("import os\nos.environ['HF_HOME'] = '1'\n")
     script = jobs / "train.py"
     script.write_text("from hpc_ddp.training import start\n")
-    assert imports_of(script, [jobs, code]).names == ["hpc_ddp.training", "hpc_ddp.training:start"]
+    assert imports_of(script, [jobs, code]).uses_training
     assert find_hiding_file([jobs, code], ["hpc_ddp"]) is None
     assert find_hiding_file([code, jobs], ["hpc_ddp"]) == code / "hpc_ddp"
     beside = code / "train.py"
-    beside.write_text("import hpc_ddp\nimport numpy\n")
+    beside.write_text("import hpc_ddp\nimport torch\n")
     with pytest.raises(UnfitError, match=r"__init__\.py, line 2, changes HF_HOME"):
         imports_of(beside, [code])
 
@@ -121,14 +134,13 @@ def test_our_package_comes_from_the_library_unless_it_is_beside_the_script(tmp_p
 def test_a_change_before_an_import_is_refused(tmp_path: Path, line: str, change: str) -> None:
     if change:
         with pytest.raises(UnfitError, match=f"train.py, line 2, changes {change}"):
-            _script(tmp_path, f"import os\n{line}\nimport numpy\n")
+            _read(tmp_path, f"import os\n{line}\nimport torch\n")
         with pytest.raises(UnfitError, match=f"config.py, line 2, changes {change}"):
-            _script(tmp_path, "import config\n", config=f"import os\ndef f():{line}\n")
+            _read(tmp_path, "import torch, config\n", config=f"import os\ndef f():{line}\n")
+        with pytest.raises(UnfitError, match=f"train.py, line 3, changes {change}"):
+            _read(tmp_path, f"import os\nimport torch\n{line}\n")  # before one of torch's own
     else:
-        assert _script(tmp_path, f"import os\n{line}\nimport numpy\n") == ["numpy"]
-        return
-    with pytest.raises(UnfitError, match=f"train.py, line 3, changes {change}"):
-        _script(tmp_path, f"import os\nimport numpy\n{line}\n")  # before one of torch's own
+        assert _read(tmp_path, f"import os\n{line}\nimport torch\n")
 
 
 @pytest.mark.parametrize(
@@ -165,13 +177,28 @@ def test_a_change_before_an_import_is_refused(tmp_path: Path, line: str, change:
         "import threading\nthreading.Thread(target=own).start()",
         "import multiprocessing\nmultiprocessing.set_start_method('spawn')",
         "os.umask(0)",
+        "net.Linear = Zero",
+        "net.defaults['a'] = 1",
+        "setattr(net, 'Linear', Zero)",
+        "import sys\nsys.path.append('..')",
+        "import sys\nsys.meta_path.insert(0, Watch())",
+        "from unittest import mock\nmock.patch.dict({}, A='1').start()",
+        "a: str = own()",
+        "net.configure()",
+        "if True:\n    own()",
+        "net.Linear, net.Norm = Zero, One",
+        "for module in (os, net):\n    module.Linear = Zero",
+        "vars(net)['Linear'] = Zero",
+        "try:\n    import no_such_module\nexcept ImportError:\n    import pytest",
+        "import click\nclick.set_up()",
     ],
 )
 def test_a_call_wherever_it_runs_comes_before_torch(tmp_path: Path, lines: str) -> None:
     (tmp_path / "compiled.abi3.so").touch()
     (tmp_path / "trace.py").touch()
-    with pytest.raises(UnfitError, match="comes before the import of torch"):
-        _script(tmp_path, f"import os\nfrom config import own\n{lines}\nimport torch\n", config="")
+    text = f"import os, net\nfrom config import own\n{lines}\nimport torch\n"
+    with pytest.raises(UnfitError, match=BEFORE):
+        _read(tmp_path, text, config="", net="")
 
 
 @pytest.mark.parametrize(
@@ -188,16 +215,16 @@ def test_a_call_wherever_it_runs_comes_before_torch(tmp_path: Path, lines: str) 
 )
 def test_a_call_that_does_not_run_there_is_harmless(tmp_path: Path, lines: str) -> None:
     text = f"import os\nfrom config import own\n{lines}\nimport torch\n"
-    assert _script(tmp_path, text, config="") == ["torch"]
+    assert _read(tmp_path, text, config="")
 
 
 @pytest.mark.parametrize("line", ["torch.set_default_dtype(d)", "os.chdir('/')", "simplefilter()"])
 def test_a_setting_before_an_import_is_refused(tmp_path: Path, line: str) -> None:
     with pytest.raises(UnfitError, match="line 1, changes a setting by"):
-        _script(tmp_path, f"{line}\nimport numpy\n")
-    assert _script(tmp_path, f"import torch\n{line}\n") == ["torch"]
+        _read(tmp_path, f"{line}\nimport torch\n")
+    assert _read(tmp_path, f"import torch\n{line}\n")
     with pytest.raises(UnfitError, match=r"other\.py, line 1"):
-        _script(tmp_path, "import other\n", other=line)
+        _read(tmp_path, "import other\n", other=line)
 
 
 @pytest.mark.parametrize(
@@ -218,9 +245,9 @@ def test_a_function_of_logging_or_warnings_is_a_setting_unless_it_only_writes(
     text = f"{line}\nimport torch\n"
     if is_setting:
         with pytest.raises(UnfitError, match="a setting"):
-            _script(tmp_path, text)
+            _read(tmp_path, text)
     else:
-        assert _script(tmp_path, text) == ["torch"]
+        assert _read(tmp_path, text)
 
 
 @pytest.mark.parametrize(
@@ -236,7 +263,7 @@ def test_a_function_of_logging_or_warnings_is_a_setting_unless_it_only_writes(
 )
 def test_a_change_that_could_go_unseen_is_refused(tmp_path: Path, line: str) -> None:
     with pytest.raises(UnfitError, match="line 1, changes"):
-        _script(tmp_path, line)
+        _read(tmp_path, line)
 
 
 @pytest.mark.parametrize(
@@ -249,9 +276,8 @@ def test_a_change_that_could_go_unseen_is_refused(tmp_path: Path, line: str) -> 
     ],
 )
 def test_what_only_reads_changes_nothing(tmp_path: Path, line: str) -> None:
-    assert _script(
-        tmp_path, f"import os, sys\nfrom subprocess import run\nimport torch\n{line}\n"
-    ) == ["torch"]
+    text = f"import os, sys\nfrom subprocess import run\nimport torch\n{line}\n"
+    assert _read(tmp_path, text)
 
 
 def test_modules_on_the_search_path_are_read(
@@ -264,117 +290,25 @@ def test_modules_on_the_search_path_are_read(
     (other / "pack" / "__init__.py").write_text("from . import part\n")
     (other / "pack" / "part.py").write_text("import os\nos.environ['HF_HOME'] = '1'\n")
     monkeypatch.syspath_prepend(str(other))
-    assert _script(script, "import single\n") == ["numpy"]
+    assert _read(script, "import single, torch\n")
     with pytest.raises(UnfitError, match=r"part\.py, line 2, changes HF_HOME"):
-        _script(script, "import pack\n")
+        _read(script, "import pack\n")
 
 
 def test_a_script_that_is_no_python_is_refused(tmp_path: Path) -> None:
     for text in ("def", "\0", "(" * 300):
         with pytest.raises(UnfitError, match=r"train\.py can't be read"):
-            _script(tmp_path, text)
+            _read(tmp_path, text)
     with pytest.raises(UnfitError, match="can't be read"):
         imports_of(tmp_path / "none.py", [tmp_path])
-
-
-@pytest.mark.parametrize(
-    "statement",
-    [
-        "click.set_up()",
-        "home = net.paths.home(1).text",
-        "import pytest",
-        "try:\n    import no_such_module\nexcept ImportError:\n    import pytest",
-        "net.Linear = Zero",
-        "net.defaults['a'] = 1",
-        "setattr(net, 'Linear', Zero)",
-        "sys.path.append('..')",
-        "sys.meta_path.insert(0, Watch())",
-        "mock.patch.dict(os.environ, A='1').start()",
-        "configure(os.name)",
-        "rest: str = configure()",
-        "helpers.configure()",
-        "if True:\n    configure()",
-        "net.Linear, net.Norm = Zero, One",
-        "for module in (json, net):\n    module.Linear = Zero",
-        "vars(net)['Linear'] = Zero",
-    ],
-)
-def test_behind_what_may_change_anything_imports_are_the_workers_own(
-    tmp_path: Path, statement: str
-) -> None:
-    head = (
-        "import click, json, net, helpers\nfrom unittest import mock\njson.dumps(1)\n"
-        "def configure(): ...\n"
-    )
-    files = {"data": "import yaml\n", "helpers": "import argparse\n", "net": ""}
-    names = _script(
-        tmp_path, f"{head}import torch\n{statement}\nimport submitit, data, torch\n", **files
-    )
-    assert names == ["click", "torch"]
-    with pytest.raises(UnfitError, match=r"train\.py, line \d, comes before the import of torch"):
-        _script(tmp_path, f"{head}{statement}\nimport torch\n", **files)
-
-
-@pytest.mark.parametrize(
-    "statement",
-    [
-        "dist.init_process_group()",
-        "torch.hub.set_dir('/data')",
-        "torch.backends.cudnn.benchmark = True",
-    ],
-)
-def test_behind_a_setting_of_torch_imports_are_the_workers_own(
-    tmp_path: Path, statement: str
-) -> None:
-    text = f"import torch\nfrom torch import distributed as dist\n{statement}\nimport click\n"
-    assert _script(tmp_path, text) == ["torch", "torch:distributed"]
-
-
-def test_what_may_change_anything_is_seen_in_the_order_in_which_it_runs(tmp_path: Path) -> None:
-    text = "import torch\nimport first\nimport submitit\nimport second\nimport click\n"
-    files = {"first": "import yaml\nx = 1\n", "second": "import jinja2\njinja2.a = 1\n"}
-    assert _script(tmp_path, text, **files) == ["torch", "yaml", "submitit", "jinja2"]
-    # Of a module it does not run, and in the script it is the end.
-    guard = "if __name__ == '__main__':\n    jinja2.a = 1\n"
-    files = {"first": f"import jinja2\n{guard}"}
-    assert _script(tmp_path, f"import first, torch\n{guard}", **files) == ["jinja2", "torch"]
-
-
-def test_torch_is_seen_wherever_it_always_comes_first(tmp_path: Path) -> None:
-    """Of the script itself also below its guard, and in modules of its own."""
-    files = {"app": "import torch\ndef main(): ...\n", "tools": "import os\n"}
-    guard = "if __name__ == '__main__':\n    "
-    for text in (
-        f"{guard}from app import main\n    main()\n",
-        "import tools, no_such_module\nimport app\napp.main()\n",
-        "try:\n    import torch\nexcept ImportError:\n    torch = None\n",
-    ):
-        assert _script(tmp_path, text, **files) == ["torch"]
-    assert _script(tmp_path, "from hpc_ddp import training\n") == ["hpc_ddp", "hpc_ddp:training"]
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "def main():\n    import torch\nmain()\n",
-        "import json\n",
-        "import sys\nif sys.argv:\n    import torch\n",
-        "import app\n",
-        "from app import main\nif __name__ == '__main__':\n    main()\n    import torch\n",
-    ],
-)
-def test_a_script_whose_import_of_torch_is_not_seen_is_refused(tmp_path: Path, text: str) -> None:
-    app = "def main():\n    import torch\nif __name__ == '__main__':\n    import torch\n"
-    with pytest.raises(UnfitError, match="import of torch"):
-        _script(tmp_path, text, app=app)
 
 
 def test_modules_that_are_imported_later_are_read(tmp_path: Path) -> None:
     files = {"late": "import torch, later\ntorch.set_default_dtype(0)\n"}
     text = "import torch\ndef main():\n    import late\n"
-    assert _script(tmp_path, text, later="", **files) == ["torch"]
+    assert _read(tmp_path, text, later="", **files)
     with pytest.raises(UnfitError, match=r"later\.py, line 2, changes TORCH_LOGS"):
-        _script(tmp_path, text, later="import os\nos.environ['TORCH_LOGS'] = 'a'\n", **files)
+        _read(tmp_path, text, later="import os\nos.environ['TORCH_LOGS'] = 'a'\n", **files)
 
 
 def test_what_the_compiler_depends_on_may_change_later(tmp_path: Path) -> None:
@@ -382,18 +316,3 @@ def test_what_the_compiler_depends_on_may_change_later(tmp_path: Path) -> None:
     for line in ("pass", "from hydra import main", "os.chdir('a')"):
         script.write_text(f"import os, torch\ndef main():\n    {line}\n")
         assert imports_of(script, [tmp_path]).delays_compiler == (line != "pass")
-
-
-def test_folders_without_init_are_read_in_all_their_places(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for number in range(2):
-        folder = tmp_path / str(number) / "tools_of_a_lab"
-        folder.mkdir(parents=True)
-        (folder / f"part_{number}.py").write_text(f"import os\nos.environ['A_{number}'] = '1'\n")
-        monkeypatch.syspath_prepend(str(folder.parent))
-    script = tmp_path / "script"
-    script.mkdir()
-    for number in range(2):
-        with pytest.raises(UnfitError, match=rf"part_{number}\.py, line 2, changes A_{number}"):
-            _script(script, f"import tools_of_a_lab.part_{number}\nimport torch\n")
