@@ -1,8 +1,7 @@
 """Public packages whose imports are known to change nothing for torch.
 
-What a group's own package does at its import is not known: it may patch torch, set its variables,
-or set its default type. Of a reviewer's 25 scripts that a fork changed (2026-11-30) nearly all had
-such a package.
+A group's own package may do anything at its import: patch torch, set its variables, or its default
+type. Nearly all of a reviewer's 25 scripts that a fork changed (2026-11-30) had such a package.
 """
 
 from __future__ import annotations

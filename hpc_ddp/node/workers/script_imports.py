@@ -48,8 +48,7 @@ WITH_TORCH = re.compile(
     rf"(torch|torchvision|torchaudio|torchmetrics|timm|accelerate|peft)\b"
     rf"|{OURS}[.:]integrations\b|{TRAINING.pattern}|transformers:\w*(Trainer|Model|For[A-Z])"
 )
-# Packages whose functions set variables from a file that is not read here.
-SET_VARIABLES = ("hydra", "pyrootutils", "rootutils", "dotenv", "environs")
+SETS_VARIABLES = "hydra"  # from a YAML file, which is not read here
 NEVER_TRUE = re.compile(r"(\w+\.)?TYPE_CHECKING")
 GUARDS = ("__name__ == '__main__'", "'__main__' == __name__")
 
@@ -147,7 +146,7 @@ class _Walk:
         """Read the files of the script's own module that the file `path` imports by `step` after
         all imports at the top level. Raise UnfitError where a file can't be read, or changes
         something on which an import may depend."""
-        for file in self._findfiles_of_module(path, step):
+        for file in self._find_files_of_module(path, step):
             reading = self._read_once(file)
             steps = [step for step in reading.steps if isinstance(step, _Import)]
             self.late_imports += [(file, step) for step in steps]
@@ -166,12 +165,12 @@ class _Walk:
         self.late_imports += [(path, step) for step in reading.late_imports]
         return reading
 
-    def _findfiles_of_module(self, path: Path, step: _Import) -> list[Path]:
+    def _find_files_of_module(self, path: Path, step: _Import) -> list[Path]:
         """Return the files of the script's own module, and of its parent packages, that the file
-        `path` imports by `step`; [] for a module that is installed or Python's own."""
+        `path` imports by `step`; [] for a module that is installed or Python's own. A package that
+        may set variables, as one that is not known, sets `delays_compiler`."""
         name, parts, level, *_ = step
         package, top = package_folder(path, level), name.partition(".")[0]
-        self.delays_compiler |= top in SET_VARIABLES and not level
         base = [package] if package else self.folders[:1] if top == OURS else self.folders
         files = list(files_of_module(name, parts, base))
         if not (files or level or top == OURS or is_installed(name)):
@@ -180,14 +179,22 @@ class _Walk:
                 for folder in folders_elsewhere(top)
                 for f in files_of_module(name, parts, [folder])
             ]
+        if not (files or level or top in sys.stdlib_module_names):
+            may_set = top == SETS_VARIABLES or not self._is_known(name)
+            self.delays_compiler |= may_set and exists(top, self.folders)
         return files
+
+    def _is_known(self, name: str) -> bool:
+        """Return whether an installed module is hpc-ddp's, or of `HARMLESS_PACKAGES`."""
+        top = name.partition(".")[0]
+        return top == OURS or (top in HARMLESS_PACKAGES and is_installed(name))
 
     def _follow(self, path: Path, step: _Import, is_certain: bool) -> None:
         """Follow one import, `step`, at the top level of the file `path`: `enter` the files of a
         module that is not installed; note an import of torch that `is_certain`. An import of a
         package that is not known (`HARMLESS_PACKAGES`) counts as a change, as does that of a module
         called like one of Python. Raise UnfitError as `enter`."""
-        files = self._findfiles_of_module(path, step)
+        files = self._find_files_of_module(path, step)
         for file in files:
             self.enter(file, is_certain)
         name, parts, level, *_ = step
@@ -198,7 +205,7 @@ class _Walk:
             return
         names = [name, *(f"{name}:{part}" for part in parts)]
         self.uses_training |= any(map(TRAINING.match, names))
-        is_known = top == OURS or (top in HARMLESS_PACKAGES and is_installed(name))
+        is_known = self._is_known(name)
         if not is_known and exists(top, self.folders):
             self._note_change(path, step.line)
         is_first = is_known and is_certain and not self.change
