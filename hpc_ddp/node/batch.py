@@ -22,7 +22,7 @@ from hpc_ddp.core import process
 from hpc_ddp.core.attempt_env import INTERACTIVE, AttemptEnv
 from hpc_ddp.core.console.terminal import answer, say
 from hpc_ddp.core.errors import CAN_GO_ON, HpcDdpError
-from hpc_ddp.core.file_io import patiently, read_seconds, read_word
+from hpc_ddp.core.file_io import patiently
 from hpc_ddp.core.job.attempt_folder import AttemptFolder
 from hpc_ddp.core.job.job_ref import JobRef
 from hpc_ddp.core.job.options import JobSpec
@@ -30,7 +30,7 @@ from hpc_ddp.core.job.slurm_values import least_cpus
 from hpc_ddp.core.job.task_folder import run_of_job
 from hpc_ddp.core.job.trackers import tracker_env
 from hpc_ddp.core.job.variables import export_lines
-from hpc_ddp.core.journal.enums import NoticeSource
+from hpc_ddp.core.journal.enums import Cause, NoticeSource
 from hpc_ddp.core.journal.events import Started
 from hpc_ddp.core.journal.journal import first_attempt
 from hpc_ddp.core.run_folder import RunFolder
@@ -39,16 +39,26 @@ from hpc_ddp.live_jobs import is_attempt_live
 from hpc_ddp.node.net.network import first_port, free_port, reachable_name
 from hpc_ddp.node.outcome import chain, first_job, requeue, vain_start
 from hpc_ddp.node.outcome.end_message import notify_of_end
-from hpc_ddp.node.outcome.gather_facts import enforce_budget, judge_attempt, limit_silent_ends
+from hpc_ddp.node.outcome.gather_facts import (
+    enforce_budget,
+    judge_attempt,
+    limit_silent_ends,
+    preview_cause,
+)
 from hpc_ddp.node.outcome.requeue import VERDICT_S, ask_about_job
 from hpc_ddp.node.watch import end_step
+from hpc_ddp.node.watch.end_time import (
+    attempt_of,
+    end_of,
+    end_time_at_start,
+    give_notice_of_interrupt,
+    give_warning,
+    watch_end_time,
+)
 from hpc_ddp.node.workers.worker import die_with_parent
-from hpc_ddp.slurm_text import Job
 
-ASK_SHARE = 0.2  # of the time that is left: the pause until Slurm is asked for the end time again
-ASK_LEAST_S, ASK_MOST_S = 5.0, 3600.0  # also without a limit: an operator may set one
-SAME_S = 3.0  # how far two answers about the same end may lie apart: Slurm counts whole seconds
-TEARDOWN_S = 300.0  # what a user's lines after the training may take
+TEARDOWN_S = 300.0  # what a user's lines may take after a training that has not finished
+MONTH_S = 3e6  # for a job without a time limit
 
 
 def queue_next(environ: dict[str, str]) -> None:
@@ -130,7 +140,7 @@ def _begin(environ: dict[str, str]) -> dict[str, str] | None:
     job = ask_about_job(job_id)
     if job and job.preempted:  # in the set-up lines, say: Slurm signals no step that begins later
         patiently(partial(attempt.notice.write_text, NoticeSource.PREEMPTION))
-    end = _end_of(job)
+    end = end_of(job)
     env = attempt_env(run, attempt, len(nodes), None if end == math.inf else end, spec)
     values = replace(
         env,
@@ -187,45 +197,6 @@ def _own_job(environ: dict[str, str]) -> JobRef:
     return JobRef(environ["SLURM_JOB_ID"], environ.get("SLURM_CLUSTER_NAME", ""))
 
 
-def give_warning(environ: dict[str, str]) -> None:
-    """Write the attempt's notice, for the supervisors of all nodes, after Slurm's warning signal.
-
-    Slurm may send the signal up to a minute early: this waits until the warning is due, and
-    meanwhile keeps ``end-time`` up to date. It does not wait at a preemption, which some sites
-    announce by the signal too, or where Slurm does not tell the end of the job's time. Raise
-    OSError if the notice can't be written."""
-    job = ask_about_job(environ["SLURM_JOB_ID"])
-    while job and not job.preempted and (end_time := _end_of(job)) is not None:
-        note_end_time(environ, end_time)
-        if not _await_warning(environ, end_time):
-            break
-        job = ask_about_job(environ["SLURM_JOB_ID"])
-    source = NoticeSource.PREEMPTION if job and job.preempted else NoticeSource.WARNING_SIGNAL
-    attempt_of(environ).notice.write_text(source)
-
-
-def watch_end_time(environ: dict[str, str]) -> None:
-    """Keep the attempt's ``end-time`` file up to date with Slurm; return once the nodes are due to
-    be warned, a preemption begins, or the user has interrupted the script in an allocation.
-
-    An operator may extend or shorten a limit, and a job that was suspended ends later. Slurm is
-    asked more often at first and towards the end; without an answer the last one counts. A
-    preemption becomes the attempt's notice, as Slurm's signal reaches no step that begins later."""
-    end_time, most_s = _end_time(environ), ASK_LEAST_S
-    while _await_warning(environ, end_time, most_s):
-        most_s = min(2 * most_s, ASK_MOST_S)
-        job = ask_about_job(environ["SLURM_JOB_ID"], is_quiet=True)
-        if read_word(attempt_of(environ).notice) == NoticeSource.INTERRUPTED:
-            return  # `give_notice_of_interrupt` has noted an end before the allocation's
-        if job and job.preempted:  # Slurm now tells the end of the grace time
-            with contextlib.suppress(OSError):
-                attempt_of(environ).notice.write_text(NoticeSource.PREEMPTION)
-            return
-        if (new_end := _end_of(job)) is not None:
-            end_time = new_end
-            note_end_time(environ, end_time)
-
-
 def _watch_to_the_end(environ: dict[str, str], shell: int) -> None:
     """Run `watch_end_time`, and `end_step.guard_step` in a thread, until the batch shell, whose
     process id is `shell`, ends this process. Return only where `guard_step` can't use job.json."""
@@ -233,42 +204,6 @@ def _watch_to_the_end(environ: dict[str, str], shell: int) -> None:
     guard.start()
     watch_end_time(environ)
     guard.join()
-
-
-def _end_of(job: Job | None) -> float | None:
-    """Return when a job's time is over, in unix seconds of this host's clock: inf without a limit,
-    None where Slurm does not say."""
-    return None if job is None or job.left_s is None else time.time() + job.left_s
-
-
-def give_notice_of_interrupt(environ: dict[str, str]) -> None:
-    """Write the attempt's notice after the user has interrupted the script in an allocation; note
-    an end time ``warn_s`` seconds from now, unless an earlier one is noted. Raise OSError if the
-    notice can't be written."""
-    attempt_of(environ).notice.write_text(NoticeSource.INTERRUPTED)
-    noted_end = read_seconds(attempt_of(environ).end_time) or _end_time(environ)
-    note_end_time(environ, min(time.time() + AttemptEnv.from_env(environ).warn_s, noted_end))
-
-
-def note_end_time(environ: dict[str, str], end_time: float) -> None:
-    """Write an end time (unix seconds, or inf) into the attempt's ``end-time``, if it is more than
-    `SAME_S` from the noted one. An OSError is passed over: the nodes keep to the noted one."""
-    path = attempt_of(environ).end_time
-    noted_end = read_seconds(path) or _end_time(environ)
-    if abs(end_time - noted_end) > SAME_S:  # False for inf and inf, whose difference is NaN
-        with contextlib.suppress(OSError):
-            path.write_text(f"{end_time:.0f}")
-
-
-def _await_warning(environ: dict[str, str], end_time: float, most_s: float = ASK_MOST_S) -> bool:
-    """Sleep for a share of the time until the nodes' warning is due, `most_s` seconds at most, and
-    return True; if it is due, return False at once. `end_time` is the end of the job's time in unix
-    seconds, or inf."""
-    early_s = end_time - AttemptEnv.from_env(environ).warn_s - time.time()
-    if early_s <= 0:
-        return False
-    time.sleep(min(early_s, max(ASK_LEAST_S, ASK_SHARE * early_s), most_s))
-    return True
 
 
 def next_port(environ: dict[str, str]) -> int:
@@ -281,17 +216,6 @@ def next_port(environ: dict[str, str]) -> int:
         record.unlink(missing_ok=True)
     attempt.port_taken.unlink()
     return free_port(AttemptEnv.from_env(environ).port + 1)
-
-
-def attempt_of(environ: dict[str, str]) -> AttemptFolder:
-    """Return the folder of the attempt that `environ` names; raise KeyError without a run."""
-    return AttemptEnv.from_env(environ).attempt_folder
-
-
-def _end_time(environ: dict[str, str]) -> float:
-    """Return the end of the job's time in unix seconds as it was at the attempt's start, inf
-    without a limit."""
-    return AttemptEnv.from_env(environ).end_time or math.inf
 
 
 def give_verdict(environ: dict[str, str]) -> int:
@@ -312,17 +236,22 @@ def give_verdict(environ: dict[str, str]) -> int:
     return code
 
 
-def teardown_time(environ: dict[str, str]) -> int:
-    """Return how many seconds, 1 to `TEARDOWN_S`, the user's lines after the training may take;
-    print a time that is less than that. They have to end `VERDICT_S` before the job's time, or a
-    preemption's, is over, as Slurm says, or else the note of the attempt's start."""
+def plan_teardown(environ: dict[str, str]) -> str:
+    """Return how many seconds, 1 or more, the user's lines after the training may take, and the
+    cause of the verdict that will follow, as "300 preempted"; print a time below `TEARDOWN_S`.
+
+    After a training that has finished there is time until `VERDICT_S` before the end of the job's
+    time, or of a preemption's, as Slurm says, or else the note of the attempt's start; else
+    `TEARDOWN_S` at most. Raises as `judge_attempt`."""
     job = ask_about_job(environ["SLURM_JOB_ID"])
-    end_time = job.end_time if job and job.preempted else _end_of(job)
-    end = _end_time(environ) if end_time is None else end_time
+    end_time = job.end_time if job and job.preempted else end_of(job)
+    end = end_time_at_start(environ) if end_time is None else end_time
     left_s = end - VERDICT_S - time.time()
+    cause = preview_cause(run_of_job(environ), attempt_of(environ), environ, job)
     if left_s < TEARDOWN_S:
         say(f"the teardown has {max(1, int(left_s))} s: the job's time is nearly over")
-    return max(1, int(min(left_s, TEARDOWN_S)))
+    most_s = MONTH_S if cause == Cause.FINISHED else TEARDOWN_S
+    return f"{max(1, int(min(left_s, most_s)))} {cause.replace(' ', '-')}"
 
 
 def main(argv: list[str]) -> int:
@@ -352,8 +281,8 @@ def _call(argv: list[str], environ: dict[str, str]) -> int:
     ``cut-off`` is for set-up lines that Slurm ends.
 
     ``begin`` prints bash lines for the batch shell (``exit 0`` where there is nothing to do),
-    ``teardown-time`` and ``next-port`` a number. ``warned`` and ``watch`` ignore SIGTERM, and end
-    with the batch shell."""
+    ``teardown-plan`` a number and a word, ``next-port`` a number. ``warned`` and ``watch`` ignore
+    SIGTERM, and end with the batch shell."""
     try:
         match argv:
             case ["queue-next"]:
@@ -374,8 +303,8 @@ def _call(argv: list[str], environ: dict[str, str]) -> int:
             case ["watch", shell]:  # its id: a wrapper of Python may be this process's parent
                 _live_as_batch_shell()
                 _watch_to_the_end(environ, int(shell))
-            case ["teardown-time"]:
-                answer(teardown_time(environ))
+            case ["teardown-plan"]:
+                answer(plan_teardown(environ))
             case ["next-port"]:
                 answer(next_port(environ))
             case ["verdict"]:

@@ -37,7 +37,7 @@ from hpc_ddp.core.journal.enums import Action, Cause
 from hpc_ddp.core.journal.events import Started
 from hpc_ddp.core.process import NOTICES
 from hpc_ddp.core.run_folder import RunFolder
-from hpc_ddp.node.batch import attempt_env, next_port, note_end_time
+from hpc_ddp.node.batch import attempt_env, next_port
 from hpc_ddp.node.child_process import fill_options
 from hpc_ddp.node.net.network import LOOPBACK, free_port
 from hpc_ddp.node.outcome.end_message import notify_of_end
@@ -45,6 +45,7 @@ from hpc_ddp.node.outcome.gather_facts import enforce_budget, judge_attempt
 from hpc_ddp.node.outcome.verdict import Verdict
 from hpc_ddp.node.preflight import driver
 from hpc_ddp.node.preflight.dialogue import Command
+from hpc_ddp.node.watch.end_time import note_end_time
 from hpc_ddp.node.workers.staging import removal
 
 KILL_WAIT_S = 30.0  # Slurm's default between SIGTERM and SIGKILL at the time limit

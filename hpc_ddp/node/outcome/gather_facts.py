@@ -140,6 +140,14 @@ def _give_up(run: RunFolder, spec: JobSpec, cause: Cause, why: str, hint: str) -
 # --- after an attempt ----------------------------------------------------------------------
 
 
+def preview_cause(
+    run: RunFolder, attempt: AttemptFolder, environ: dict[str, str], job: Job | None
+) -> Cause:
+    """Return the cause of the verdict that `judge_attempt` would give now, without journalling it;
+    arguments and errors are those of `_gather_facts`."""
+    return decide(_gather_facts(run, attempt, environ, job)).cause
+
+
 def judge_attempt(
     run: RunFolder,
     attempt: AttemptFolder,

@@ -74,7 +74,7 @@ def _pause(env: AttemptEnv, grace_s: float) -> float:
 
 def _end_time(env: AttemptEnv) -> float:
     """Return the end of the job's time in unix seconds, inf without a limit: that in the attempt's
-    file ``end-time``, which `batch.watch_end_time` keeps up to date, else that in `env`."""
+    file ``end-time``, which `end_time.watch_end_time` keeps up to date, else that in `env`."""
     end_time = read_seconds(env.attempt_folder.end_time) or env.end_time
     return float("inf") if end_time is None else end_time
 

@@ -22,7 +22,7 @@ STARTS_PYTHON = (
 )
 DELETES = "it deletes something: setup or teardown, if needed"
 VERDICT = "hpc-ddp says how the launch ended, and ends the job by that"
-_TRAINS = "it may start a training: name its program in script, or submit it as its own job"
+TRAINS_BEHIND = "it may start a training: name its program in script, or submit it as its own job"
 PRINTS = re.compile(
     r"(echo|printf(?!\s+-v)|date|printenv|hostname|nvidia-smi|module list|which)\b"
     r"|(set|env)\s*($|[|>;])"
@@ -57,6 +57,12 @@ ONLY_DELETES = re.compile(
 ATTEMPTED = (
     '[ -e "$HPC_DDP_RUN/logs/attempt-0" ]'
     ' || [ -e "$HPC_DDP_RUN/task-${SLURM_ARRAY_TASK_ID-}/logs/attempt-0" ]'
+)
+# Limits of lines: the test that leaves one out, and the note.
+ONCE = ATTEMPTED, "deletes in the first attempt alone: later ones go on with what is there"
+FINALLY = (
+    '[ "$HPC_DDP_VERDICT" != finished ]',
+    "a second launch: teardown starts it once the training has finished; it is not requeued",
 )
 # A job submits itself: by its name, or, behind another one, by a variable.
 REQUEUES = (
@@ -124,10 +130,10 @@ REFUSED: Rules = (
      "it asks how the launch ended: hpc-ddp decides by that; see its verdict"),
     (r"(?!\w+=|(echo|printf|log|which|pip3?|module)\b).*(\b(torchrun\S*|deepspeed|accelerate\s+launch)"
      r"|torch\.distributed\.(run|launch))\s.*(\.py\b|\s-m\s|\$)", _AROUND,
-     _TRAINS),
+     TRAINS_BEHIND),
     (r".*(\$\(|`)\s*((torchrun|deepspeed)\s|accelerate\s+launch\s|(srun|mpirun)\s[^)`]*\bpython[\d.]*\s"
-     r"[^)`]*\.py\b|[^)`]*\btorch\.distributed\.(run|launch)\s)", _AROUND, _TRAINS),
-    (STARTS_PYTHON, _AFTER, _TRAINS),
+     r"[^)`]*\.py\b|[^)`]*\btorch\.distributed\.(run|launch)\s)", _AROUND, TRAINS_BEHIND),
+    (STARTS_PYTHON, _AFTER, TRAINS_BEHIND),
     (r"exit\b(?!=)", _BEFORE, "here the job script ends"),
     (r"(?!echo|printf).*\bray\s+start\b", _AROUND,
      "Ray starts its workers itself: a wrapper that starts Ray and the program on one node"),

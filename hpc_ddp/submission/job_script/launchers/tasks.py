@@ -102,6 +102,12 @@ PREPARES = re.compile(
     r"(?:^|[_. -])(?:prep|download|data|convert|tokeni|extract|split|cache|build|setup|install"
     r"|check|clean|copy|stage|unzip|fetch)|^(?:config|create|make|activate|load|init|env)", re.I
 )  # fmt: skip
+TESTS = re.compile(r"eval|test|infer|predict|bench|plot", re.I)  # in names of programs
+# Arguments by which a program tests a model: --eval, --test_only, --do_predict, --mode test.
+_TESTING = re.compile(
+    r"(?<!\S)--?(do_)?(eval(uate)?|test|infer(ence)?|predict)([-_]only)?(?!\S)"
+    r"|(?<!\S)--?(mode|phase|stage|task)[ =](eval|test|infer|predict)", re.I
+)  # fmt: skip
 # Commands behind whose names other words than a program's stand.
 _STARTS_NONE = re.compile(
     r"source|\.|cd|pushd|export|unset|alias|trap|type|which|read|module|ml|conda|mamba|spack|docker"
@@ -215,6 +221,11 @@ def take_command(words: list[Word], launch: Launch) -> None:
     if not _NO_TRAINING.fullmatch(words[0].text):
         launch.weight, launch.program, launch.args = 2, words[0], words[1:]
         launch.add("no-python", words[0])
+
+
+def only_tests(name: str, arguments: str) -> bool:
+    """Return whether a program tests a model, by its `name` or `arguments`, and does not train."""
+    return bool(_TESTING.search(arguments) or (TESTS.search(name) and not TRAINS.search(name)))
 
 
 def name_of(launch: Launch) -> str:

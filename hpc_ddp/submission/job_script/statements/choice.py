@@ -7,9 +7,16 @@ from collections.abc import Sequence
 
 from hpc_ddp.submission.job_script.bash import syntax
 from hpc_ddp.submission.job_script.bash.values import Counted
-from hpc_ddp.submission.job_script.conversion import STARTS_PYTHON, TAKEN, Conversion
+from hpc_ddp.submission.job_script.conversion import FINALLY, STARTS_PYTHON, TAKEN, Conversion
 from hpc_ddp.submission.job_script.launchers.launch import Launch
-from hpc_ddp.submission.job_script.launchers.tasks import PREPARES, TRAINS, name_of, prepares
+from hpc_ddp.submission.job_script.launchers.tasks import (
+    PREPARES,
+    TESTS,
+    TRAINS,
+    name_of,
+    only_tests,
+    prepares,
+)
 from hpc_ddp.submission.job_script.statements.open_commands import leave_empty
 from hpc_ddp.submission.job_script.statements.reader import Reader
 from hpc_ddp.submission.job_script.statements.statement import Statement
@@ -21,7 +28,6 @@ _MEETS = {
     *("nnodes", "nnode", "node-rank", "rdzv-endpoint", "rdzv-backend", "rdzv-id", "rdzv-conf"),
     *("master-addr", "master-port", "hostfile", "num-nodes", "world-size", "base-rank"),
 }
-_TESTS = re.compile(r"eval|test|infer|predict|bench|plot", re.I)  # names of programs
 
 
 def choose_launch(reader: Reader, result: Conversion) -> tuple[Launch | None, int]:
@@ -48,7 +54,8 @@ def choose_launch(reader: Reader, result: Conversion) -> tuple[Launch | None, in
         lost = (i for i, s in enumerate(statements) if "launch" in s.lost)
         return None, next(lost, len(statements))
     at, chosen, training = _set_others_aside(launches, nodes)
-    for statement in (s for _, s, launch in launches if s.launch is None and _trains(launch)):
+    early = [entry for entry in launches if not (entry[1].launch or any(entry[1].limit))]
+    for statement in (s for _, s, launch in early if _trains(launch)):
         reason = "it may be a training of its own, and runs before each attempt"
         result.note(statement.lines[0], f"{reason}: submit it as a job of its own")
     if training.in_loop and training.kind == "torchrun" and not _MEETS & training.options.keys():
@@ -80,7 +87,8 @@ def choose_launch(reader: Reader, result: Conversion) -> tuple[Launch | None, in
 
 def _set_others_aside(launches: list[Entry], nodes: int) -> Entry:
     """Return the entry of the training, by the rules of `choose_launch`, and make the other
-    launches plain commands or `lost`. `nodes` is the job's number of nodes."""
+    launches plain commands, behind the training with the limit `FINALLY`, or `lost`. `nodes` is the
+    job's number of nodes."""
     aside = [entry for entry in launches if _only_prepares(entry[2])]
     counted = [entry for entry in launches if entry not in aside] or launches
     most = max(launch.weight for _, _, launch in counted)
@@ -98,11 +106,15 @@ def _set_others_aside(launches: list[Entry], nodes: int) -> Entry:
         if entry[1] is first or (entry[1].in_task and entry[1].text == first.text)
     ][-1]  # fmt: skip
     for entry in launches:
-        index, statement, _ = entry
+        index, statement, launch = entry
+        words = " ".join(word.text for word in launch.args)
         is_preparation = entry not in complete or entry in candidates[:count]
         is_plain = index < training[0] and complete and is_preparation
         if is_plain or (entry in aside and counted is not launches):
             _make_plain(statement, training[1])
+        elif index > training[0] and not launch.in_loop and only_tests(name_of(launch), words):
+            _make_plain(statement, training[1])
+            statement.limit = FINALLY
         elif statement is not training[1]:
             statement.lost = "a second launch: a job has one; submit this one as its own job"
     return training
@@ -179,7 +191,7 @@ def _trains(launch: Launch) -> bool:
     """Return whether the name of a launch's program says that it trains, and not that it tests or
     prepares something."""
     name = name_of(launch)
-    return bool(TRAINS.search(name)) and not (_TESTS.search(name) or PREPARES.search(name))
+    return bool(TRAINS.search(name)) and not (TESTS.search(name) or PREPARES.search(name))
 
 
 def keep_one_command(statements: Sequence[Statement]) -> None:

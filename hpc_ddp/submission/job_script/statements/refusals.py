@@ -12,18 +12,22 @@ from hpc_ddp.submission.job_script.bash.words import Word, split_text
 from hpc_ddp.submission.job_script.conversion import (
     DECIDED,
     DELETES,
+    FINALLY,
     ON_EXIT,
+    ONCE,
     ONLY_DELETES,
     PRINTS,
     REFUSED,
     RELATIVE,
     STARTS_PYTHON,
+    TRAINS_BEHIND,
     VERDICT,
     Rules,
     first_reason,
 )
 from hpc_ddp.submission.job_script.launchers.launch import Launch
 from hpc_ddp.submission.job_script.launchers.options import is_launcher
+from hpc_ddp.submission.job_script.launchers.tasks import only_tests
 from hpc_ddp.submission.job_script.secrets import looks_secret
 from hpc_ddp.submission.job_script.statements.reader import Reader
 from hpc_ddp.submission.job_script.statements.requeues import separate_requeue
@@ -39,6 +43,11 @@ _STEP = re.compile(
 _STARTS = re.compile(rf"\b(torchrun|deepspeed|accelerate launch)\s.*\.py\b|{STARTS_PYTHON}", re.S)
 # A command whose first word is a variable's.
 _BY_VARIABLE = re.compile(r"(?:(?:eval|exec|time|nohup)\s+)*[\"'`]?\$\{?(\w+)")
+# The program of Python in a text, without its folder or package, and its arguments.
+_PROGRAM = re.compile(
+    r"\bpython[\d.]*\s+(-[A-Za-ln-z]\s+)*(-m\s+(\w+\.)*|([^\s-]\S*/)?)(?P<name>[\w-]+)(?P<arguments>.*)",
+    re.S,
+)
 # A node's address, asked for by ssh.
 _ASKS_ADDRESS = re.compile(
     r"(export\s+)?\w+=[\"']?(\$\(|`)\s*ssh\s[^|`)]*\bhostname\b[^|`)]*(\|\s*(awk|cut|head|tr|sed)\b[^|`)]*)*[)`][\"']?"
@@ -101,7 +110,7 @@ class Refusals:
         file which a lost statement or a loop over the nodes sets or writes. Decided is one that
         only reports how the launch ended, ends a process that the script has started, asks the
         first node for its address by ssh, or writes a file of hosts. A lost statement that only
-        deletes gets `is_once` in place of its reason.
+        deletes gets the limit `ONCE` in place of its reason.
 
         Return the names that are not set any more, each with the place that set it, as ``line 7``;
         and the index of the launch: without one, that of the first statement that may be one.
@@ -227,8 +236,8 @@ class Refusals:
         self, statement: Statement, index: int, training: Statement | None, is_beside: bool
     ) -> str:
         """Return why a statement, of an `index`, can't be taken over; '' if it can. One before the
-        launch that only deletes can: it gets `is_once`, since before each attempt it would delete
-        checkpoints.
+        launch that only deletes can: it gets the limit `ONCE`, since before each attempt it would
+        delete checkpoints. So can one behind the launch that tests a model: the limit `FINALLY`.
 
         `training` is the statement of the launch, None without one; `is_beside` says that the
         training runs in the background while the statement does. Without a training the first
@@ -251,11 +260,14 @@ class Refusals:
         is_before = not (statement.in_task or is_after)
         deletes = ONLY_DELETES.fullmatch(self._fill_in_values(text)) or _only_tidies(text)
         if reason == DELETES and is_before and deletes:
-            statement.is_once, reason = True, ""
+            statement.limit, reason = ONCE, ""
         if reason == DELETES and is_before and _deletes_below_missing(text):
             reason = ""
         if reason == DELETES and is_after and self._only_deletes_written(text, index):
             reason = ""
+        program = _PROGRAM.search(text) if is_after and reason == TRAINS_BEHIND else None
+        if program and only_tests(program["name"], program["arguments"]):
+            statement.limit, reason = FINALLY, ""
         if not (self.launch or reason) and (
             self._may_launch(text) or self._names_launch(statement)
         ):

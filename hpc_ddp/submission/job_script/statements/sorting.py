@@ -14,7 +14,6 @@ from hpc_ddp.submission.job_script.bash.scope import OF_A_JOB
 from hpc_ddp.submission.job_script.bash.values import is_command, is_known
 from hpc_ddp.submission.job_script.bash.words import Word
 from hpc_ddp.submission.job_script.conversion import (
-    ATTEMPTED,
     DECIDED,
     LOST,
     ON_EXIT,
@@ -213,16 +212,16 @@ class Sorter:
 
     def _limit_line(self, statement: Statement, text: str) -> str:
         """Return the text of a line: of a trap for the script's end and signals only that for the
-        end; of a statement that deletes (`is_once`) one that does so in a run's first attempt. Both
+        end; of a statement with a `limit` one that runs in a run's first attempt alone, say. Both
         get a note."""
         trap = ON_EXIT.fullmatch(text)
         if trap and {*trap["signals"].split()} - {"EXIT", "0"}:
             text = f"{trap['trap']} EXIT"
             reason = "signals of the trap are left out: notices reach the workers"
             self.result.note(statement.lines[0], reason)
-        if statement.is_once:
-            text = f"{ATTEMPTED} || {{ {text}; }}"
-            reason = "deletes in the first attempt alone: later ones go on with what is there"
+        test, reason = statement.limit
+        if test:
+            text = f"{test} || {{ {text}; }}"
             self.result.note(statement.lines[0], reason)
         return text
 

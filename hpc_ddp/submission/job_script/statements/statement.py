@@ -75,7 +75,7 @@ class Statement:
     lost: str = ""
     decided: str = ""
     defines: str = ""
-    is_once: bool = False  # a set-up line for the first attempt alone
+    limit: tuple[str, str] = ("", "")  # a test that leaves the line out, and a note: `ONCE`, say
     sets: set[str] = field(default_factory=set)
     of_script: bool = True  # False for one made of a part of a word
     outer: Launch | None = None  # around the bash -c in whose text it stands

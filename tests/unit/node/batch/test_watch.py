@@ -10,9 +10,12 @@ from typing import Any
 import pytest
 
 from hpc_ddp.core.job.attempt_folder import AttemptFolder
+from hpc_ddp.core.journal.enums import Cause
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node import batch
-from hpc_ddp.node.batch import give_warning, next_port
+from hpc_ddp.node.batch import next_port
+from hpc_ddp.node.watch import end_time
+from hpc_ddp.node.watch.end_time import give_warning
 from unit.fakes import Clock
 from unit.node.batch.fakes import step_environ
 
@@ -33,7 +36,8 @@ def limits(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> Callable[..., list[
             left_s = end - clock.now
             return SimpleNamespace(end_time=end, left_s=left_s, preempted=clock.now >= preempted_at)
 
-        monkeypatch.setattr(batch, "ask_about_job", ask)
+        for module in (batch, end_time):
+            monkeypatch.setattr(module, "ask_about_job", ask)
         return asked_at
 
     return set_limits
@@ -85,7 +89,7 @@ def test_the_end_time_is_queried_repeatedly(
 ) -> None:
     clock.now = 0.0
     asked_at = limits(_0=86_400.0, _20000=later, _300000=300_050.0)
-    batch.watch_end_time(step_environ(run, HPC_DDP_WARN_S="60", HPC_DDP_END_TIME="86400"))
+    end_time.watch_end_time(step_environ(run, HPC_DDP_WARN_S="60", HPC_DDP_END_TIME="86400"))
     if last is None:  # until there is a limit again
         assert attempt.end_time.read_text() == "300050"
         return
@@ -99,7 +103,7 @@ def test_a_later_time_limit_is_used(
 ) -> None:
     clock.now = 0.0
     limits(_0=math.inf, _5000=9000.0)
-    batch.watch_end_time(step_environ(run, HPC_DDP_WARN_S="60", HPC_DDP_END_TIME=""))
+    end_time.watch_end_time(step_environ(run, HPC_DDP_WARN_S="60", HPC_DDP_END_TIME=""))
     assert attempt.end_time.read_text() == "9000"
     assert clock.now == pytest.approx(8940.0)
 
@@ -112,7 +116,7 @@ def test_the_end_of_an_interrupted_run_is_not_put_off(
     limits(_0=9000.0)
     attempt.notice.write_text("interrupted")
     attempt.end_time.write_text("60")
-    batch.watch_end_time(step_environ(run, HPC_DDP_WARN_S="5", HPC_DDP_END_TIME="300"))
+    end_time.watch_end_time(step_environ(run, HPC_DDP_WARN_S="5", HPC_DDP_END_TIME="300"))
     assert attempt.end_time.read_text() == "60"
 
 
@@ -127,7 +131,7 @@ def test_a_preemption_while_the_step_starts_becomes_the_notice_soon(
     """Slurm's signal reached no supervisor: a script trained through its whole grace time."""
     clock.now = 0.0
     asked_at = limits(_0=86_400.0, preempted_at=since)
-    batch.watch_end_time(step_environ(run, HPC_DDP_WARN_S="60", HPC_DDP_END_TIME="86400"))
+    end_time.watch_end_time(step_environ(run, HPC_DDP_WARN_S="60", HPC_DDP_END_TIME="86400"))
     assert attempt.notice.read_text() == "preemption"
     assert asked_at[-1] <= 2 * since + 5.0
 
@@ -144,7 +148,16 @@ def test_a_warning_that_came_before_the_limit_was_extended_waits(
 
 
 @pytest.mark.parametrize(
-    ("left_s", "seconds"), [(1000.0, 300), (320.0, 300), (120.0, 100), (3.0, 1), (None, 300)]
+    ("left_s", "cause", "plan"),
+    [
+        (1000.0, Cause.PREEMPTED, "300 preempted"),
+        (320.0, Cause.TIME_LIMIT, "300 time-limit"),
+        (120.0, Cause.FAILED, "100 failed"),
+        (3.0, Cause.FINISHED, "1 finished"),
+        (1000.0, Cause.FINISHED, "980 finished"),
+        (None, Cause.FAILED, "300 failed"),
+        (None, Cause.FINISHED, "3000000 finished"),
+    ],
 )
 def test_a_teardown_leaves_time_for_the_verdict(
     clock: Clock,
@@ -152,12 +165,16 @@ def test_a_teardown_leaves_time_for_the_verdict(
     attempt: AttemptFolder,
     limits: Callable[..., list[float]],
     printed: list[str],
+    monkeypatch: pytest.MonkeyPatch,
     left_s: float | None,
-    seconds: int,
+    cause: Cause,
+    plan: str,
 ) -> None:
+    """After a training that has finished all of it: an evaluation may take long."""
     limits(_0=clock.now + left_s if left_s else None)
-    assert batch.teardown_time(step_environ(run, HPC_DDP_END_TIME="")) == seconds
-    assert bool(printed) == (seconds < 300)
+    monkeypatch.setattr(batch, "preview_cause", lambda *words: cause)
+    assert batch.plan_teardown(step_environ(run, HPC_DDP_END_TIME="")) == plan
+    assert bool(printed) == (int(plan.split()[0]) < 300)
 
 
 def test_a_second_port_starts_without_records_of_the_first(

@@ -54,7 +54,29 @@ def test_a_launcher_comes_before_plain_python(tmp_path: Path) -> None:
     conversion = of_text(tmp_path, text)
     assert conversion.settings()["script"] == "train.py"
     assert conversion.settings()["setup"] == ["python prepare.py > log"]
-    assert conversion.group(5)[0] == LOST
+    line = '[ "$HPC_DDP_VERDICT" != finished ] || { python eval.py | tee log; }'
+    assert conversion.settings()["teardown"] == [line]
+
+
+@pytest.mark.parametrize(
+    ("line", "is_test"),
+    [
+        ("srun python scripts/test.py", True),
+        ("srun -n 1 python -m tools.predict --a", True),
+        ("python main.py --mode test", True),
+        ("python train.py --eval_only", True),
+        ("python -u evaluate.py", True),
+        ("srun python train.py --eval_steps 100", False),
+        ("python main.py --test-size 3", False),
+        ("srun python train_eval.py", False),
+    ],
+)
+def test_a_test_behind_the_training_is_left_to_a_finished_run(
+    tmp_path: Path, line: str, is_test: bool
+) -> None:
+    conversion = of_text(tmp_path, f"#SBATCH --nodes=1\nsrun python train.py\n{line}\n")
+    assert (conversion.group(5)[0] == LOST) is not is_test
+    assert ("once the training has finished" in str(conversion.notes)) is is_test
 
 
 @pytest.mark.parametrize(

@@ -250,10 +250,12 @@ def test_duplicates_placeholders_late_directives_and_dangerous_lines() -> None:
     assert "account" not in result
     assert "time" not in result
     groups = {line: conversion.group(line)[0] for line in (2, 4, 5, 7, 8, 9, 10, 11, 14, 16)}
-    lost = {4, 5, 7, 9, 10, 14}
+    lost = {4, 5, 7, 9, 10}
+    assert groups.pop(14) == TAKEN
     assert groups == {line: LOST if line in lost else OURS for line in groups}
     assert result["setup"] == ["python prepare.py --data raw"]
-    assert "second launch" in conversion.group(14)[1]
+    test = '[ "$HPC_DDP_VERDICT" != finished ] || { srun python evaluate.py; }'
+    assert result["teardown"][0] == test
 
 
 def test_conditions_here_documents_and_eval() -> None:

@@ -778,7 +778,7 @@ def test_gpus_of_a_script_without_a_number_of_nodes(options: str) -> None:
         (("deepspeed --include a@b a.py",), 3, LOST, "deepspeed --include: nodes = N"),
         (("say() { echo 'sbatch a.sh'; }", TRAIN, "say"), 3, TAKEN, "teardown"),
         (('J=$(sbatch --parsable "$0")', TRAIN), 3, OURS, ""),
-        ((TRAIN, "for t in a b; do python -m eval $t; done"), 4, LOST, "it may start a training"),
+        ((TRAIN, "for t in a b; do python -m train $t; done"), 4, LOST, "it may start a training"),
         ((TRAIN, "for t in a b; do python -m pip list; done"), 4, TAKEN, "teardown"),
     ],
 )

@@ -63,5 +63,5 @@ def test_each_value_that_the_script_takes_is_an_answer() -> None:
     spec = JobSpec("x.py", teardown=("true",), preflight=True, stage=True, continue_by="resubmit")
     script = _script(spec)
     assert script.count('$("${_node_side[@]}"') == 1  # within `_answer_of`
-    calls = ("begin", "next-port", "teardown-time")
-    assert all(f"=$(_answer_of batch {call})" in script for call in calls)
+    calls = ("begin", "next-port", "teardown-plan")
+    assert all(f"$(_answer_of batch {call})" in script for call in calls)

@@ -515,7 +515,8 @@ def test_a_python_that_is_here_is_waited_for_but_in_a_container() -> None:
 
 def test_clean_up_lines_have_the_scripts_name() -> None:
     block = _render(teardown=('echo "$0"',)).block("teardown")
-    assert "export" not in block
+    assert "export HPC_DDP_VERDICT" in block
+    assert "export OUT" not in block
     lines = ("OUT=/tmp/a; export DATA=b", "USED=1")
     read = _render(setup=lines, teardown=("rm -rf ${OUT%/} $DATA $USED_BY",)).block("teardown")
     assert "\nexport OUT DATA\n" in read
