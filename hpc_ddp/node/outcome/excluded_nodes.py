@@ -15,6 +15,10 @@ from hpc_ddp.node.outcome.gather_facts import since_submit
 
 # Options of sbatch by the names of `scontrol show job`.
 REQUESTS = {"Partition": "partition", "Reservation": "reservation", "Features": "constraint"}
+# By these answers sbatch tells that the other nodes do not suffice. Any other refusal, as by a
+# limit on the user's jobs or by a site that forbids sbatch on its nodes, says nothing of them.
+TOO_FEW = re.compile("Requested (?:node|topology)|Required node not available|Invalid node name")
+KIND = ("CPUTot", "RealMemory", "Gres")  # of a node, by `scontrol show node`
 KEPT_OFF_S = 24 * 3600.0  # as long as a node takes to be looked after, or to prove itself again
 
 
@@ -43,7 +47,10 @@ def keep_off(run: RunFolder, job_id: str, give_up: float | None = None) -> None:
 def excluded_nodes(run: RunFolder, job_id: str, give_up: float | None = None) -> list[str] | None:
     """Return the nodes to keep a job off: first those that Slurm keeps the job off already and that
     no verdict has blamed; then, sorted, those that verdicts have blamed within the last day
-    (`KEPT_OFF_S`), unless sbatch, in a test, refuses the job without them, which is printed.
+    (`KEPT_OFF_S`), unless the nodes that are left do not suffice, which is printed.
+
+    sbatch tells in a test whether they suffice; where it refuses the test for another reason, or
+    gives no answer, `_has_other_nodes` decides.
 
     None where no verdict since the last submit has blamed a node, or where Slurm refuses its list,
     or gives no answer until `give_up`, a time of ``time.monotonic()`` (None: two minutes). Refusals
@@ -63,26 +70,63 @@ def excluded_nodes(run: RunFolder, job_id: str, give_up: float | None = None) ->
     bad = _bad_nodes(events, since=time.time() - KEPT_OFF_S)
     if not bad:
         return excluded_before
-    # sbatch refuses where too few other nodes are left; a site may forbid sbatch on its nodes, too.
-    nodes = [*excluded_before, *bad]
-    options = [f"--exclude={','.join(nodes)}", *_changed_requests(job_id)]
-    reason = slurm.why_refused(job_folder(run).script, *options)
+    nodes, requests = [*excluded_before, *bad], _requests_of(job_id)
+    words = [f"--{REQUESTS[name]}={text}" for name, text in requests.items() if name in REQUESTS]
+    script = job_folder(run).script
+    reason = slurm.why_refused(script, f"--exclude={','.join(nodes)}", *words)
+    # A job that has too few other nodes would wait for good: Slurm tells so (BadConstraints) only
+    # when the job may start again, and no process of the job is left then.
+    if reason and not TOO_FEW.search(reason):
+        has_others = _has_other_nodes(requests, bad, nodes)
+        reason = "" if has_others else f"too few other nodes; no test of them, since {reason}"
     if reason:
         say(f"not kept off {', '.join(bad)}: {reason}")
         return excluded_before
     return nodes
 
 
-def _changed_requests(job_id: str) -> list[str]:
-    """Return options of sbatch for what a job asks for now, by which nodes it may have: its user
-    may have moved the job to another partition. [] where Slurm refuses, or gives no answer."""
+def _requests_of(job_id: str) -> dict[str, str]:
+    """Return what a job asks for now, by which nodes it may have, by the names of `scontrol show
+    job`: its user may have moved the job to another partition. Nothing where Slurm refuses, or
+    gives no answer."""
     try:
         text = slurm.job_text(job_id)
     except HpcDdpError:
-        return []
-    matches = (re.search(rf"\b{field}=(\S+)", text) for field in REQUESTS)
-    pairs = zip(REQUESTS.values(), matches, strict=True)
-    return [f"--{option}={m[1]}" for option, m in pairs if m and m[1] != "(null)"]
+        return {}
+    names = (*REQUESTS, "NumNodes", "ReqNodeList")
+    matches = {name: re.search(rf"\b{name}=(\S+)", text) for name in names}
+    return {name: m[1] for name, m in matches.items() if m and m[1] != "(null)"}
+
+
+def _has_other_nodes(requests: dict[str, str], bad: list[str], excluded: list[str]) -> bool:
+    """Return whether a job with `requests` (`_requests_of`) has enough nodes without those of
+    `excluded`: usable ones of its partition, or reservation, of the `KIND` of a `bad` one, and with
+    its features if the job has a constraint. True where Slurm tells nothing of the nodes, False
+    where the job asks for nodes by name."""
+    if "ReqNodeList" in requests:
+        return False
+    partitions = set(requests.get("Partition", "").split(","))
+    try:
+        records = {record.get("NodeName", ""): record for record in slurm.show_all("node")}
+        permitted = [
+            name
+            for name, record in records.items()
+            if partitions & {*record.get("Partitions", "").split(",")}
+        ]
+        if reservation := requests.get("Reservation"):
+            rows = slurm.show_all("reservation")
+            nodes_of = {row.get("ReservationName"): row.get("Nodes", "") for row in rows}
+            permitted = slurm.expand_hosts(nodes_of.get(reservation, ""))
+    except HpcDdpError:
+        return True
+    # Some sites name the rack, say, among a node's features.
+    fields = (*KIND, "ActiveFeatures") if "Features" in requests else KIND
+    kinds = {name: [record.get(field) for field in fields] for name, record in records.items()}
+    bad_kinds = [kinds[name] for name in bad if name in kinds]
+    others = [n for n in permitted if kinds.get(n) in bad_kinds and n not in excluded]
+    count = len(others) - len(slurm.unusable_nodes(others))
+    is_unknown = not (requests and bad_kinds)
+    return is_unknown or count >= int(requests.get("NumNodes", "1").partition("-")[0])
 
 
 def _bad_nodes(events: list[JournalEvent], since: float) -> list[str]:

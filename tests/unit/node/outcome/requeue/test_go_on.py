@@ -329,7 +329,7 @@ def test_a_job_that_was_requeued_meanwhile_gets_no_twin(
     assert slurm_commands.calls("sbatch") == []
 
 
-REFUSED = "not kept off n2, n3: sbatch refused: too few nodes"
+REFUSED = "not kept off n2, n3: sbatch refused: Requested node configuration is not available"
 
 
 @pytest.mark.parametrize(
@@ -359,7 +359,7 @@ def test_a_requeued_job_is_kept_off_bad_nodes(
     blame_nodes(run, "n3", "n2")
     clock.now += age_s
     exclude_nodes(slurm_commands, excluded)
-    slurm_commands.answer("sbatch", err="too few nodes", code=int(not fits))
+    slurm_commands.answer("sbatch", err=REFUSED.partition("refused: ")[2], code=int(not fits))
     assert end() == 0
     assert changes_of(slurm_commands) == [
         ["requeue", "7"],
