@@ -210,7 +210,10 @@ class JobSpec(ResourceOptions):
         None, "Bound on requeues; 0: start once (default: none).", group=CONTINUATION, least=0
     )
     max_failures: int = option(
-        3, "Retries after failures (default 3).", group=CONTINUATION, least=0
+        3,
+        "Retries after failures, since the newest checkpoint (default 3).",
+        group=CONTINUATION,
+        least=0,
     )
     max_restarts: int | None = option(
         None, "Restarts of all workers within an attempt (default 0).", group=CONTINUATION, least=0

@@ -1,7 +1,8 @@
 """The bounds by which a run is given up, in place of a further attempt. Pure: no Slurm, no disk.
 
 ``max_requeues`` 0 permits no requeue at all. More than three times ``max_failures`` attempts in a
-row without a newer checkpoint end a run, whatever their causes; preemptions do not count.
+row without a newer checkpoint end a run, whatever their causes; preemptions do not count. So do as
+many failures in a row, with checkpoints or without.
 """
 
 from __future__ import annotations
@@ -137,7 +138,9 @@ def _refuse_retry(facts: AttemptFacts) -> Refusal | None:
     may.
 
     None may follow an error of the script that would come again, as many failures as
-    ``max_failures`` permits, or two attempts in a row without a newer checkpoint. Once the run has
+    ``max_failures`` permits since the newest checkpoint, or two attempts in a row without a newer
+    one. Failures that each come after a newer checkpoint have a bound, too: ``max_failures`` for
+    the same error of the script in a row, three times as many for any in a row. Once the run has
     done steps, of failures before an attempt's first step only ``max_failures`` counts: the start
     has worked before, and data that are away for a while come back."""
     failure = facts.failure
@@ -160,13 +163,32 @@ def _refuse_retry(facts: AttemptFacts) -> Refusal | None:
     # A restored checkpoint's step, if any, is that of both attempts where neither did one.
     if is_same and not is_broken and last and with_steps & {last.attempt, facts.attempt}:
         return Refusal("the same error came at the same step in the attempt before")
-    retries = sum(v.cause == Cause.FAILED for v in facts.verdicts)
-    if retries >= facts.spec.max_failures:
+    retries, most = _count_retries(facts), facts.spec.max_failures
+    if retries >= most:
         were = "retry was" if retries == 1 else "retries were"
         return Refusal(f"{retries} {were} made already (--max-failures)")
+    row = list(takewhile(lambda v: v.cause == Cause.FAILED, reversed(facts.verdicts)))
+    same_errors = list(takewhile(lambda v: v.error == error, row)) if is_of_script and error else []
+    if len(same_errors) >= most:  # a part of each epoch that fails, say, behind the save
+        count = len(same_errors) + 1
+        return Refusal(f"the same error came in {count} attempts in a row (--max-failures)")
+    if len(row) >= most_in_a_row(facts.spec):
+        text = f"{len(row) + 1} attempts in a row have failed, though with newer checkpoints"
+        return Refusal(f"{text} (--max-failures)")
     # With the disk away no checkpoint could be read or written: that shows no lack of progress.
     is_excused = facts.attempt not in with_steps or (failure and failure.kind == "disk")
     return None if is_excused else _refuse_second_without_progress(facts)
+
+
+def _count_retries(facts: AttemptFacts) -> int:
+    """Return how many of the earlier attempts have failed since the run's newest checkpoint, the
+    attempt that saved it among them. Of a script without hpc_ddp.training, whose checkpoints are
+    not seen, those since the last attempt that went on to its time limit."""
+    saved = {v.attempt for v in facts.verdicts if v.progress} | attempts_with_progress(facts.events)
+    if not facts.is_ours:
+        saved = {v.attempt for v in facts.verdicts if v.cause == Cause.TIME_LIMIT}
+    newest = max(saved, default=0)
+    return sum(v.cause == Cause.FAILED and v.attempt >= newest for v in facts.verdicts)
 
 
 def _refuse_second_without_progress(facts: AttemptFacts) -> Refusal | None:

@@ -15,7 +15,8 @@ node lost      the same (a node ended without a word), while workers come to lif
                where Slurm knows of no lost node, save something new
 stood still    the same (a failure right after all stood still, as in a suspension)
 unfinished     give up, as failed: the script left its loop and did not call run.finish()
-failed         requeue up to ``max_failures`` times where it may help, else give up
+failed         requeue up to ``max_failures`` times since the newest checkpoint where it may
+               help, else give up
 =============  ==========================================================================
 
 The bounds are those of `bounds`.
