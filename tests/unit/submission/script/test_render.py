@@ -245,6 +245,7 @@ import os, sys
 if sys.argv[1:] == ["batch", "begin"]:
     print("<hpc-ddp>HPC_DDP_CPUS=8</hpc-ddp>")
 elif sys.argv[1:3] == ["batch", "failed"]:
+    print(*sys.argv[1:], flush=True)
     sys.exit(int(sys.argv[3]) + 6)  # as where Slurm starts a job again that ends with this code
 elif sys.argv[1:3] != ["batch", "watch"]:
     print(os.path.basename(sys.executable), *sys.argv[1:], flush=True)
@@ -270,10 +271,11 @@ def stage(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
         if not program.is_symlink():
             program.chmod(0o755)
 
-    def play(**values: Any) -> subprocess.CompletedProcess[str]:
+    def play(shell_options: str = "", **values: Any) -> subprocess.CompletedProcess[str]:
         blocks = _render(str(tmp_path / "run"), **{"chdir": str(tmp_path), **values})
         script = "".join(blocks.block(name) for name in ("settings", "setup", "attempt"))
         env = {"PATH": str(programs), "HOME": os.environ["HOME"], "HOSTNAME": "n1"}
+        env |= {"SHELLOPTS": shell_options} if shell_options else {}
         file = tmp_path / "slurm_script"
         file.write_text(f"#!/bin/bash\n{script}\n{SHOW}")
         file.chmod(0o755)
@@ -350,6 +352,26 @@ def test_a_job_that_ends_in_its_set_up_is_not_started_again_for_ever(
 ) -> None:
     """By a cluster's RequeueExit; a preemption, which ends it by a signal, is left alone."""
     assert stage(setup=(line,)).returncode == code
+
+
+@pytest.mark.parametrize(
+    ("line", "code"), [("exit 1", 7), ("set -e\nfalse", 7), ("exit 0", 0), ("exit 130", 130)]
+)
+def test_a_set_up_line_may_have_a_trap_for_its_end(
+    stage: Callable[..., subprocess.CompletedProcess[str]], line: str, code: int
+) -> None:
+    """It took the place of the script's own: endless restarts, and a chain that went on."""
+    done = stage(setup=("trap 'echo own exit' EXIT", line))
+    failed = f"batch failed {min(code, 1)}\n" if code < 128 else ""
+    assert (done.returncode, done.stdout) == (code, f"own exit\n{failed}")
+
+
+def test_options_of_the_submitting_shell_do_not_end_a_job(
+    stage: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
+    """Slurm passes on an exported SHELLOPTS."""
+    done = stage("errexit:nounset:noclobber", setup=("false", "echo $UNSET still here"))
+    assert (done.returncode, done.stdout) == (0, f"still here\n{sys.executable} 8\n")
 
 
 def test_a_working_directory_that_is_gone_ends_a_job_in_the_same_way(
