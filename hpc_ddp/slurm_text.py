@@ -282,10 +282,11 @@ def parse_table(text: str, columns: int, separator: str = "|") -> list[list[str]
 
 
 def parse_options(script: str, more: Sequence[str] = ()) -> dict[str, str]:
-    """Return the options in the ``#SBATCH`` lines of a batch script's text, and in the words `more`
-    of a command line, by whole long name; the last one of a name counts. The value is '' for a
-    flag, and also where a blank stands between the option and its value."""
-    lines = re.findall(r"^#SBATCH\s(.*)", script, flags=re.M)
+    """Return the options in the ``#SBATCH`` lines before the first command of a batch script's
+    text, and in the words `more` of a command line, by whole long name; the last of a name counts.
+    The value is '' for a flag, and also where a blank stands between option and value."""
+    head = re.split(r"^\s*[^\s#]", script, maxsplit=1, flags=re.M)[0]
+    lines = re.findall(r"^#SBATCH\s(.*)", head, flags=re.M)
     words = [word for line in lines for word in _split_words(line)] + [*more]
     options = {}
     for word in words:

@@ -120,6 +120,13 @@ def test_options_of_a_line_that_was_written_by_hand(line: str, options: dict[str
     assert slurm_text.parse_options(f"#!/bin/bash\n#SBATCH {line}\n#SBATCHER -M x\n") == options
 
 
+def test_options_behind_the_first_command_are_none() -> None:
+    """As in a here-document of the set-up lines."""
+    head = "#!/bin/bash\n#SBATCH --nodes=2\n\n  # a comment\n#SBATCH --time=5\n"
+    script = f"{head}  cat >job <<EOF\n#!/bin/bash\n#SBATCH --dependency=singleton\nEOF\n"
+    assert slurm_text.parse_options(script) == {"nodes": "2", "time": "5"}
+
+
 @pytest.mark.parametrize(
     ("options", "known_ids", "rows", "id"),
     [
