@@ -275,6 +275,7 @@ def stage(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
         blocks = _render(str(tmp_path / "run"), **{"chdir": str(tmp_path), **values})
         script = "".join(blocks.block(name) for name in ("settings", "setup", "attempt"))
         env = {"PATH": str(programs), "HOME": os.environ["HOME"], "HOSTNAME": "n1"}
+        env |= {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "SLURM_NNODES": "1"}
         env |= {"SHELLOPTS": shell_options} if shell_options else {}
         file = tmp_path / "slurm_script"
         file.write_text(f"#!/bin/bash\n{script}\n{SHOW}")
@@ -364,6 +365,15 @@ def test_a_set_up_line_may_have_a_trap_for_its_end(
     done = stage(setup=("trap 'echo own exit' EXIT", line))
     failed = f"batch failed {min(code, 1)}\n" if code < 128 else ""
     assert (done.returncode, done.stdout) == (code, f"own exit\n{failed}")
+
+
+@pytest.mark.parametrize("name", ["SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_NNODES"])
+def test_a_set_up_line_may_not_unset_what_the_job_needs(
+    stage: Callable[..., subprocess.CompletedProcess[str]], name: str
+) -> None:
+    done = stage(setup=(f"unset {name}",))
+    assert (done.returncode, done.stdout) == (7, "batch failed 1\n")
+    assert f"hpc-ddp: a set-up line has unset {name}, without which" in done.stderr
 
 
 def test_options_of_the_submitting_shell_do_not_end_a_job(
