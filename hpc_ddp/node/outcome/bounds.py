@@ -182,12 +182,13 @@ def _refuse_retry(facts: AttemptFacts) -> Refusal | None:
 
 def _count_retries(facts: AttemptFacts) -> int:
     """Return how many of the earlier attempts have failed since the run's newest checkpoint, the
-    attempt that saved it among them. Of a script without hpc_ddp.training, whose checkpoints are
-    not seen, those since the last attempt that went on to its time limit."""
-    saved = {v.attempt for v in facts.verdicts if v.progress} | attempts_with_progress(facts.events)
-    if not facts.is_ours:
-        saved = {v.attempt for v in facts.verdicts if v.cause == Cause.TIME_LIMIT}
-    newest = max(saved, default=0)
+    attempt that saved it among them. A time limit stands for the checkpoint of a script without
+    hpc_ddp.training, whose own are not seen."""
+    row_starts = attempts_with_progress(facts.events)
+    for verdict in facts.verdicts:
+        if verdict.progress if facts.is_ours else verdict.cause == Cause.TIME_LIMIT:
+            row_starts.add(verdict.attempt)
+    newest = max(row_starts, default=0)
     return sum(v.cause == Cause.FAILED and v.attempt >= newest for v in facts.verdicts)
 
 

@@ -108,7 +108,7 @@ def _has_other_nodes(requests: dict[str, str], bad: list[str], excluded: list[st
     partitions = set(requests.get("Partition", "").split(","))
     try:
         records = {record.get("NodeName", ""): record for record in slurm.show_all("node")}
-        permitted = [
+        candidates = [
             name
             for name, record in records.items()
             if partitions & {*record.get("Partitions", "").split(",")}
@@ -116,17 +116,17 @@ def _has_other_nodes(requests: dict[str, str], bad: list[str], excluded: list[st
         if reservation := requests.get("Reservation"):
             rows = slurm.show_all("reservation")
             nodes_of = {row.get("ReservationName"): row.get("Nodes", "") for row in rows}
-            permitted = slurm.expand_hosts(nodes_of.get(reservation, ""))
+            candidates = slurm.expand_hosts(nodes_of.get(reservation, ""))
     except HpcDdpError:
         return True
     # Some sites name the rack, say, among a node's features.
     fields = (*KIND, "ActiveFeatures") if "Features" in requests else KIND
     kinds = {name: [record.get(field) for field in fields] for name, record in records.items()}
     bad_kinds = [kinds[name] for name in bad if name in kinds]
-    others = [n for n in permitted if kinds.get(n) in bad_kinds and n not in excluded]
-    count = len(others) - len(slurm.unusable_nodes(others))
-    is_unknown = not (requests and bad_kinds)
-    return is_unknown or count >= int(requests.get("NumNodes", "1").partition("-")[0])
+    alternatives = [n for n in candidates if kinds.get(n) in bad_kinds and n not in excluded]
+    count = len(alternatives) - len(slurm.unusable_nodes(alternatives))
+    least = re.match(r"\d+", requests.get("NumNodes", ""))  # of ``2-4``, or, once it has run, ``2``
+    return not (least and bad_kinds) or count >= int(least[0])
 
 
 def _bad_nodes(events: list[JournalEvent], since: float) -> list[str]:

@@ -540,11 +540,11 @@ def test_progress_of_an_attempt_that_was_lost_without_a_verdict_counts() -> None
 
 def test_failures_have_a_budget() -> None:
     before = [
-        event_of("verdict", k, cause="failed", action="requeue", error="", step=k, progress=True)
+        event_of("verdict", k, cause="failed", action="requeue", error="", step=k, progress=not k)
         for k in range(3)
     ]
     records = failed_records(error="", code=-9)
-    verdict = decide_by(attempt=3, records=records, events=[*before, event_of("checkpoint", 3)])
+    verdict = decide_by(attempt=3, records=records, events=[event_of("first_step"), *before])
     assert (verdict.action, verdict.exit_code) == ("give up", 137)
     assert decide_by(attempt=2, records=records, events=before[:2]).action == "requeue"
 

@@ -379,8 +379,8 @@ def test_a_set_up_line_may_not_unset_what_the_job_needs(
 def test_options_of_the_submitting_shell_do_not_end_a_job(
     stage: Callable[..., subprocess.CompletedProcess[str]],
 ) -> None:
-    """Slurm passes on an exported SHELLOPTS."""
-    done = stage("errexit:nounset:noclobber", setup=("false", "echo $UNSET still here"))
+    """Slurm passes on an exported SHELLOPTS, and POSIXLY_CORRECT."""
+    done = stage("errexit:nounset:noclobber:posix", setup=("false", "echo $UNSET still here"))
     assert (done.returncode, done.stdout) == (0, f"still here\n{sys.executable} 8\n")
 
 
