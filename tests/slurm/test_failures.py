@@ -126,7 +126,7 @@ def test_data_that_are_away_at_two_starts(
     job.until(lambda: job.show()["Reason"] == "BeginTime", "the requeue")
     start = time.mktime(time.strptime(job.show()["StartTime"], "%Y-%m-%dT%H:%M:%S"))
     assert 540 < start - time.time() < 610  # a requeue that ends leaves it as it is
-    cluster.run("scontrol", "update", f"JobId={job.id}", "StartTime=now")
+    cluster.run("scontrol", "update", f"JobId={job.id}", "StartTime=now+8")  # cred_expire is 5
     assert job.end() == "COMPLETED", job.output()
     failed = ("failed", "requeue")
     assert job.verdicts() == [("preempted", "requeue"), failed, failed, ("finished", "none")]

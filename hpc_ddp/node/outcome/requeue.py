@@ -223,7 +223,8 @@ def _put_off(job_id: str, pause_s: float) -> None:
     except HpcDdpError as error:
         say(error.message)
     else:
-        sooner = f"scontrol update JobId={job_id} StartTime=now"
+        # Slurm fails a job that starts within cred_expire (120 s) of its requeue.
+        sooner = f"scontrol update JobId={job_id} StartTime=now+150"
         say(f"what its start lacks may come back: it waits {pause_s / 60:.0f} minutes, or {sooner}")
 
 

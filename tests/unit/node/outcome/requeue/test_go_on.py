@@ -85,7 +85,7 @@ def test_a_job_is_put_off_by_the_verdicts_pause(
     decided = Verdict(Cause.FAILED, Action.REQUEUE, "", pause_s=600.0)
     assert end(decided, **options) == 0
     assert changes_of(slurm_commands)[-1] == ["update", f"JobId={job_id}", "StartTime=now+600"]
-    sooner = f"scontrol update JobId={job_id} StartTime=now"
+    sooner = f"scontrol update JobId={job_id} StartTime=now+150"
     assert printed == [f"what its start lacks may come back: it waits 10 minutes, or {sooner}"]
     refusal = "case $1 in update) echo Access denied >&2; exit 1;; esac; "
     slurm_commands.answer_by("scontrol", refusal + RUNNING)
