@@ -52,7 +52,7 @@ def exists(top: str, folders: Sequence[Path]) -> bool:
         spec = spec if spec and spec.origin else importlib.util.find_spec(top)
     except (ImportError, ValueError):
         return False
-    return bool(spec and spec.origin)
+    return spec is not None  # also a folder without an __init__.py
 
 
 def find_hiding_file(folders: Sequence[Path], loaded: Collection[str]) -> Path | None:

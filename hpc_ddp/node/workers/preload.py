@@ -11,8 +11,9 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from importlib.metadata import entry_points
 from typing import Any
 
 from hpc_ddp.core.job.variables import OF_A_RANK
@@ -161,6 +162,21 @@ def _open_files() -> dict[str, str]:
             if not target.startswith("/proc/"):
                 files[number] = target
     return files
+
+
+def name_of_plugin(environ: Mapping[str, str]) -> str:
+    """Return the name of a device's package that torch imports with itself, '' without one: such a
+    package may open a device, or a log of the rank."""
+    if environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1":
+        return ""
+    return next((plugin.name for plugin in entry_points(group="torch.backends")), "")
+
+
+def names_looked_for() -> Sequence[str]:
+    """Return the names of modules that torch's compiler has looked for, if it is imported, of which
+    it leaves the code as it is."""
+    rules: Any = sys.modules.get("torch._dynamo.trace_rules")
+    return getattr(rules, "THIRDPARTY_SKIPLIST", ())
 
 
 def forget_rank() -> None:

@@ -31,7 +31,8 @@ NO_SETTINGS = {
     "warnings": re.compile(r"warn|warn_explicit|formatwarning"),
     "locale": re.compile(r"(get|format|str|ato)\w*|localeconv|currency|normalize|delocalize"),
 }
-OF_LOGGERS = ("setLevel", "addHandler", "removeHandler", "addFilter")
+# Methods that set something, of loggers and psutil's processes.
+OF_OBJECTS = ("setLevel", "addHandler", "removeHandler", "addFilter", "cpu_affinity")
 FIELDS_OF_LOGGERS = ("propagate", "disabled")
 # Names of Python that may change an import, or run any text.
 ACTING = (
@@ -160,7 +161,8 @@ def _may_run_anything(node: ast.AST, modules: Mapping[str, str]) -> bool:
     # `from module import *` may have bound any name but Python's.
     is_any = root and not hasattr(builtins, root)
     module = modules.get(root, modules.get("*") if is_any else None)
-    if name in OF_LOGGERS or root in ACTING or (module is not None and not _is_safe(module)):
+    is_unread = module is not None and not _is_safe(module)
+    if name in OF_OBJECTS or root in ACTING or is_unread:
         return True
     if module and module not in OF_TEXT and SETTERS.fullmatch(name):
         return True

@@ -32,6 +32,7 @@ from hpc_ddp.node.workers.script_changes import (
     aliases_of,
     change_of,
     escapes_of,
+    function_name,
     has_call,
     may_change_anything,
     parts_that_call,
@@ -47,6 +48,12 @@ TRAINING = re.compile(rf"{OURS}[.:]training\b")
 WITH_TORCH = re.compile(
     rf"(torch|torchvision|torchaudio|torchmetrics|timm|accelerate|peft)\b"
     rf"|{OURS}[.:]integrations\b|{TRAINING.pattern}|transformers:\w*(Trainer|Model|For[A-Z])"
+)
+# Functions that may change, at any time, what torch's compiler reads at its import: the working
+# directory, the CPUs, and, by a module that is not read here, variables.
+BEFORE_COMPILER = (
+    *("chdir", "sched_setaffinity", "cpu_affinity", "import_module", "__import__"),
+    *("exec_module", "run_path", "run_module", "exec"),
 )
 SETS_VARIABLES = "hydra"  # from a YAML file, which is not read here
 NEVER_TRUE = re.compile(r"(\w+\.)?TYPE_CHECKING")
@@ -71,8 +78,8 @@ class _Import(NamedTuple):
 
 class ScriptImports(NamedTuple):
     """How a script imports torch: `uses_training` says that it imports ``hpc_ddp.training``, and
-    `delays_compiler` that it may, at any time, set variables from a file that was not read, or
-    change the working directory, on which torch's compiler depends at its import."""
+    `delays_compiler` that it may, at any time, change variables, the working directory or its CPUs,
+    on which torch's compiler depends at its import."""
 
     uses_training: bool
     delays_compiler: bool
@@ -92,6 +99,7 @@ class _Reading:
     last_import: int = 0  # line of the last import, at any level
     changes: list[tuple[int, str]] = field(default_factory=list)  # line, and what is changed there
     settings: list[tuple[int, str]] = field(default_factory=list)  # the same, harmless if late
+    delays_compiler: bool = False
 
 
 def imports_of(script: Path, folders: Sequence[Path]) -> ScriptImports:
@@ -121,7 +129,7 @@ class _Walk:
     script: Path
     folders: Sequence[Path]  # with the script's own modules; the first is the script's folder
     has_torch: bool = False  # torch is imported for certain, and before any `change`
-    uses_training: bool = False
+    uses_training: bool = False  # ``hpc_ddp.training`` is, too
     entered: set[Path] = field(default_factory=set)  # the files that were read
     change: str = ""  # the place of the first statement that may change anything
     late_imports: list[tuple[Path, _Import]] = field(default_factory=list)  # with their files
@@ -161,7 +169,7 @@ class _Walk:
         reading = _read(path, is_script=path == self.script)
         if reading.changes:
             raise _change_error(path, *reading.changes[0])
-        self.delays_compiler |= any("chdir" in change for _, change in reading.settings)
+        self.delays_compiler |= reading.delays_compiler
         self.late_imports += [(path, step) for step in reading.late_imports]
         return reading
 
@@ -193,28 +201,27 @@ class _Walk:
         """Follow one import, `step`, at the top level of the file `path`: `enter` the files of a
         module that is not installed; note an import of torch that `is_certain`. An import of a
         package that is not known (`HARMLESS_PACKAGES`) counts as a change, as does that of a module
-        called like one of Python. Raise UnfitError as `enter`."""
+        called like one that is known, or one of Python. Raise UnfitError as `enter`."""
         files = self._find_files_of_module(path, step)
         for file in files:
             self.enter(file, is_certain)
         name, parts, level, *_ = step
         top = name.partition(".")[0]
-        if top in sys.stdlib_module_names and files and not level:
-            self._note_change(path, step.line)  # its functions would be taken for Python's
+        if files and not level and (top in sys.stdlib_module_names or top in HARMLESS_PACKAGES):
+            self._note_change(path, step.line)  # its functions would be taken for harmless ones
         if files or level or top in sys.stdlib_module_names:
             return
-        names = [name, *(f"{name}:{part}" for part in parts)]
-        self.uses_training |= any(map(TRAINING.match, names))
         is_known = self._is_known(name)
         if not is_known and exists(top, self.folders):
             self._note_change(path, step.line)
-        is_first = is_known and is_certain and not self.change
-        self.has_torch |= is_first and any(map(WITH_TORCH.match, names))
+        if is_known and is_certain and not self.change:
+            names = [name, *(f"{name}:{part}" for part in parts)]
+            self.has_torch |= any(map(WITH_TORCH.match, names))
+            self.uses_training |= any(map(TRAINING.match, names))
 
     def _note_change(self, path: Path, line: int) -> None:
-        """Note a statement that may change anything, unless one, or torch, comes before it."""
-        if not self.has_torch:
-            self.change = self.change or f"{path.name}, line {line}"
+        """Note a statement that may change anything, unless one comes before it."""
+        self.change = self.change or f"{path.name}, line {line}"
 
 
 def _change_error(path: Path, line: int, change: str) -> UnfitError:
@@ -246,6 +253,8 @@ def _read(path: Path, is_script: bool) -> _Reading:
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and (name := setting_of(node, modules)):
             reading.settings.append((node.lineno, f"a setting by {name}"))
+        if isinstance(node, ast.Call) and function_name(node) in BEFORE_COMPILER:
+            reading.delays_compiler = True
     return reading
 
 

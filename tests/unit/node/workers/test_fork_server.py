@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from hpc_ddp.node import elastic_agent
-from hpc_ddp.node.workers import device_check, fork_server
+from hpc_ddp.node.workers import device_check, fork_server, preload
 from hpc_ddp.node.workers.device_check import Trial
 from hpc_ddp.node.workers.fork_server import ForkedProcess, ForkServer, _Server
 from hpc_ddp.node.workers.worker import worker_command
@@ -104,6 +104,16 @@ def test_a_trial_that_fails_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None
     assert "no end within" in trial.await_failure()
     with pytest.raises(ProcessLookupError):
         os.kill(trial.pid, 0)
+
+
+def test_a_plugin_of_torch_is_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of an NPU: its import may open a device, or a log of the rank."""
+    info = tmp_path / "plugin-1.dist-info"
+    info.mkdir()
+    (info / "entry_points.txt").write_text("[torch.backends]\nplug = plug:load\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert preload.name_of_plugin({}) == "plug"
+    assert preload.name_of_plugin({"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}) == ""
 
 
 def test_a_trial_without_an_accelerator_is_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,6 +46,15 @@ def test_torch_is_seen_wherever_it_always_comes_first(tmp_path: Path, text: str)
     assert _read(tmp_path, text, **files).uses_training is ("hpc_ddp" in text)
 
 
+def test_training_is_imported_ahead_only_where_nothing_may_patch_torch_before(
+    tmp_path: Path,
+) -> None:
+    training = "from hpc_ddp.training import start\n"
+    assert _read(tmp_path, f"import torch\n{training}").uses_training
+    assert not _read(tmp_path, f"import torch\nimport pytest\n{training}").uses_training
+    assert not _read(tmp_path, f"import torch\nif torch:\n    {training}").uses_training
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -83,7 +92,8 @@ def test_a_plain_folder_hides_no_package_and_a_package_of_its_own_does(tmp_path:
     assert _read(tmp_path, "import numpy, torch\n")
     assert find_hiding_file([tmp_path], ["numpy.random", "os"]) is None
     (tmp_path / "numpy" / "__init__.py").touch()
-    assert _read(tmp_path, "import numpy, torch\n")
+    with pytest.raises(UnfitError, match=BEFORE):
+        _read(tmp_path, "import numpy, torch\n")
     assert find_hiding_file([tmp_path], ["numpy.random", "os"]) == tmp_path / "numpy"
 
 
@@ -161,7 +171,9 @@ def test_a_change_before_an_import_is_refused(tmp_path: Path, line: str, change:
         "if __name__ == '__main__':\n    own()",
         "if os:\n    import pytest",  # it may have to come before torch
         "import pytest",
-        "import trace",  # its own one
+        *("import trace", "import datasets"),  # its own ones
+        "import psutil\npsutil.Process().cpu_affinity([0])",
+        "import spaced.settings",  # of an installed folder without an __init__.py
         "import typing\nif not typing.TYPE_CHECKING:\n    own()",
         "import compiled",
         "start = own\nstart()",
@@ -193,9 +205,14 @@ def test_a_change_before_an_import_is_refused(tmp_path: Path, line: str, change:
         "import click\nclick.set_up()",
     ],
 )
-def test_a_call_wherever_it_runs_comes_before_torch(tmp_path: Path, lines: str) -> None:
+def test_a_call_wherever_it_runs_comes_before_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: str
+) -> None:
     (tmp_path / "compiled.abi3.so").touch()
     (tmp_path / "trace.py").touch()
+    (tmp_path / "datasets.py").touch()
+    (tmp_path / "installed" / "spaced").mkdir(parents=True)
+    monkeypatch.syspath_prepend(tmp_path / "installed")
     text = f"import os, net\nfrom config import own\n{lines}\nimport torch\n"
     with pytest.raises(UnfitError, match=BEFORE):
         _read(tmp_path, text, config="", net="")
@@ -313,6 +330,9 @@ def test_modules_that_are_imported_later_are_read(tmp_path: Path) -> None:
 
 def test_what_the_compiler_depends_on_may_change_later(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
-    for line in ("pass", "import pytest", "os.chdir('a')"):
+    for line in (
+        *("pass", "import pytest", "os.chdir('a')", "importlib.import_module('a')"),
+        "os.sched_setaffinity(0, {1})",
+    ):
         script.write_text(f"import os, torch\ndef main():\n    {line}\n")
         assert imports_of(script, [tmp_path]).delays_compiler == (line != "pass")
