@@ -18,11 +18,11 @@ def test_the_verdict_comes_all_the_same(
 ) -> None:
     use(cluster)
     (tmp_path / "train.py").write_text("print('hello')\n")
-    lines = json.dumps(["echo taken down", line])
-    (tmp_path / "hpc-ddp.toml").write_text(f'setup = ["set -eu"]\nteardown = {lines}\n')
+    lines = json.dumps(["echo taken down: $HPC_DDP_VERDICT, $OUT", line])
+    (tmp_path / "hpc-ddp.toml").write_text(f'setup = ["set -eu", "OUT=x"]\nteardown = {lines}\n')
     words = ("submit", "--json", "--launcher", "srun", "train.py")
     told = json.loads(hpc(*words, cwd=tmp_path).stdout)
     job = Job(cluster, told["job_id"], RunFolder(Path(told["run"])))
     assert job.end() == "COMPLETED", job.output()
     assert job.verdicts() == [("finished", "none")]
-    assert "taken down" in job.output()
+    assert "taken down: finished, x\n" in job.output()
