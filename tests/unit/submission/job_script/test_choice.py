@@ -173,3 +173,10 @@ def test_a_condition_on_the_only_launch_ends_the_job_where_it_would_not_run(
     settings = conversion.settings()
     assert (settings["script"], settings["setup"]) == ("train.py", setup)
     assert LOST not in {conversion.group(n)[0] for n in range(3, 3 + text.count("\n"))}
+
+
+def test_deepspeed_with_a_file_of_hosts_starts_on_all_nodes(tmp_path: Path) -> None:
+    text = "#SBATCH --nodes=4 --gpus-per-node=4\ndeepspeed --hostfile=hosts train.py\n"
+    conversion = of_text(tmp_path, text)
+    assert conversion.settings()["nodes"] == 4
+    assert "of 4 nodes" not in str(conversion.notes)
