@@ -142,7 +142,7 @@ def may_change_anything(node: ast.AST, modules: Mapping[str, str]) -> bool:
             continue
         is_variable = isinstance(target, ast.Subscript) and _is_environ(target.value)
         # Also of `vars(module)["name"] = …`; `change_of` sees variables.
-        if not is_variable and any(name in modules for name in _names_in(target)):
+        if not is_variable and any(name in modules for name in _base_names(target)):
             return True
         if isinstance(target, ast.Attribute) and target.attr in FIELDS_OF_LOGGERS:
             return True
@@ -171,11 +171,32 @@ def _may_run_anything(node: ast.AST, modules: Mapping[str, str]) -> bool:
     return not takes_values and any(uses_unread(argument, modules) for argument in arguments)
 
 
+def patches_torch(node: ast.AST, modules: Mapping[str, str]) -> bool:
+    """Return whether a node sets an attribute of torch or of its modules and classes, directly or
+    by ``setattr`` and ``vars``; those of ``torch.backends`` are settings. `modules` is as in
+    `may_change_anything`."""
+    is_set = isinstance(node, (ast.Attribute, ast.Subscript)) and not isinstance(node.ctx, ast.Load)
+    names = _base_names(node) if is_set else []
+    if isinstance(node, ast.Call) and function_name(node) == "setattr" and node.args:
+        names = _names_in(node.args[0])
+    paths = [modules.get(name, "") for name in names]
+    is_of_torch = any(path.partition(".")[0] == "torch" for path in paths)
+    return is_of_torch and "backends" not in " ".join((ast.unparse(node), *paths))
+
+
 def uses_unread(node: ast.AST, modules: Mapping[str, str]) -> bool:
     """Return whether a part of a statement has a name of a module, function or class that may
     change what a later import finds, once it is called, entered or a base of a class. `modules` is
     as in `may_change_anything`."""
     return any(name in modules and not _is_safe(modules[name]) for name in _names_in(node))
+
+
+def _base_names(node: ast.AST) -> list[str]:
+    """Return the names in the expression with which one such as ``a.b[i].c`` begins: ``a``; of
+    ``vars(a)["b"]`` they are those of the call."""
+    while isinstance(node, (ast.Attribute, ast.Subscript)):
+        node = node.value
+    return _names_in(node)
 
 
 def _names_in(node: ast.AST) -> list[str]:

@@ -37,6 +37,7 @@ from hpc_ddp.node.workers.script_changes import (
     may_change_anything,
     parts_that_call,
     parts_that_run,
+    patches_torch,
     renaming_of,
     setting_of,
     uses_unread,
@@ -47,7 +48,7 @@ TRAINING = re.compile(rf"{OURS}[.:]training\b")
 # Modules, and parts of modules, that are torch's or import it.
 WITH_TORCH = re.compile(
     rf"(torch|torchvision|torchaudio|torchmetrics|timm|accelerate|peft)\b"
-    rf"|{OURS}[.:]integrations\b|{TRAINING.pattern}|transformers:\w*(Trainer|Model|For[A-Z])"
+    rf"|{OURS}[.:]integrations\b|{TRAINING.pattern}|transformers:(?!Data)\w*(Trainer|Model|For[A-Z])"
 )
 # Functions that may change, at any time, what torch's compiler reads at its import: the working
 # directory, the CPUs, and, by a module that is not read here, variables.
@@ -136,9 +137,9 @@ class _Walk:
     delays_compiler: bool = False
 
     def enter(self, path: Path, is_certain: bool) -> None:
-        """Read the file `path` and follow its imports; do nothing if the file has been read before,
-        or more than `MOST_FILES` have. `is_certain` says that the file's module is always imported.
-        Raise UnfitError as `imports_of`."""
+        """Read the file `path` and follow its imports; do nothing if the file has been read before.
+        `is_certain` says that the file's module is always imported. Raise UnfitError as
+        `imports_of`."""
         reading = self._read_once(path)
         # A module of the script runs before later imports of the script: its settings may matter.
         last = reading.last_import if path == self.script else math.inf
@@ -161,10 +162,12 @@ class _Walk:
 
     def _read_once(self, path: Path) -> _Reading:
         """Return the reading of the file `path`, and note its late imports; return an empty one if
-        the file has been read before, or more than `MOST_FILES` have. Raise UnfitError where it
-        can't be read, or changes something, but a setting, on which an import may depend."""
-        if path in self.entered or len(self.entered) > MOST_FILES:
+        the file has been read before. Raise UnfitError where it can't be read, is one of more than
+        `MOST_FILES`, or changes something, but a setting, on which an import may depend."""
+        if path in self.entered:
             return _Reading()
+        if len(self.entered) > MOST_FILES:
+            raise UnfitError(f"it has more than {MOST_FILES} modules of its own")
         self.entered.add(path)
         reading = _read(path, is_script=path == self.script)
         if reading.changes:
@@ -253,7 +256,8 @@ def _read(path: Path, is_script: bool) -> _Reading:
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and (name := setting_of(node, modules)):
             reading.settings.append((node.lineno, f"a setting by {name}"))
-        if isinstance(node, ast.Call) and function_name(node) in BEFORE_COMPILER:
+        is_early = isinstance(node, ast.Call) and function_name(node) in BEFORE_COMPILER
+        if is_early or patches_torch(node, modules):  # the compiler notes torch's functions
             reading.delays_compiler = True
     return reading
 

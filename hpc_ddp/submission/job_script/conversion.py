@@ -91,7 +91,7 @@ RELATIVE = re.compile(
 )
 # A token of a vocabulary, as <mask> and </s>, and no placeholder.
 _TOKEN = re.compile(
-    r"<[|/]?(?!(path|dir|folder|file|name|user|account|project|partition|email|model|data|dataset|config"
+    r"<\|\w+\|>|<[|/]?(?!(path|dir|folder|file|name|user|account|project|partition|email|model|data|dataset|config"
     r"|checkpoint|ckpt|output|input|token|key|id|number|num|value|args?|script|port|host|node|time|n)>)"
     r"[a-z]+[|]?>"
 )

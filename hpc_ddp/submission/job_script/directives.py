@@ -29,6 +29,7 @@ from hpc_ddp.submission.settings.config import OPTIONS
 # Options of sbatch that are keys of hpc-ddp with the same name.
 _OWN_KEYS = {key for key, o in OPTIONS.items() if o.is_sbatch} - {"nodes"}
 # Values that a template has for its users to replace, as <account> and your-partition.
+_OF_NUMBERS = re.compile(r"mem(-per-.*)?|cpus-per-.*|ntasks(-per-.*)?")  # names of options
 _PLACEHOLDER = re.compile(
     r"<.*|\{[^\"]*|x{3,}|your[-_ ]?\w*|(my|some)?[-_]?(partition|account)[-_]?(name)?"
     r"|\[[a-z_ ]+\]|todo|changeme.*|.*\bxxx\b.*", re.I)  # fmt: skip
@@ -175,7 +176,8 @@ def take_directives(directives: Directives, result: Conversion, file: str = "") 
         group, reason = _group_of(name, operand)
         pairs = _exported_variables(operand) if name == "export" else []
         # Mere names of jobs, as my_job, look like placeholders.
-        is_placeholder = _PLACEHOLDER.fullmatch(operand) or _WITHIN.search(operand)
+        is_placeholder = bool(_PLACEHOLDER.fullmatch(operand) or _WITHIN.search(operand))
+        is_placeholder |= _lacks_number(name, operand)
         if is_placeholder and (name != "job-name" or operand[0] in "<{"):
             group, reason = LOST, f"{text} is a placeholder: --{name} with yours"
         elif name in SBATCH.split() and not (
@@ -200,6 +202,13 @@ def take_directives(directives: Directives, result: Conversion, file: str = "") 
         result.mark(line, line, *mark)
     for line, reason in directives.replaced:
         result.mark(line, line, OURS, reason)
+
+
+def _lacks_number(name: str, operand: str) -> bool:
+    """Return whether the value of an option is a word where sbatch takes a number: ``CPU_NUM``."""
+    if name in ("gpus", "gpus-per-node", "gpus-per-task"):  # a type alone means one
+        return bool(re.fullmatch(r"[A-Z]+(_[A-Z]+)+", operand))
+    return bool(operand and _OF_NUMBERS.fullmatch(name) and not re.search(r"\d", operand))
 
 
 def _take_option(name: str, operand: str, line: int, result: Conversion, file: str) -> None:
@@ -369,6 +378,7 @@ def requested_gpus(options: Mapping[str, str], name: str) -> tuple[str, int]:
     its value in `options`. Without a number in it, that is 1 (``gres`` "gpu:a100"); the number is 0
     if the option is not there, or ``gres`` names no GPU."""
     request = options.get(name, "")
+    request = "" if _lacks_number(name, request) else request
     gpus = gpus_of(request if name == "gres" else f"gpu:{request}")
     return gpus[0] if gpus else ("", 0)
 

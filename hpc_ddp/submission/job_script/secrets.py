@@ -10,7 +10,7 @@ from hpc_ddp.submission.job_script.conversion import LOST, Conversion
 
 MARK = "a secret's value is not written: export {0} in your shell; as --env {0}"
 # The beginning of a value that is no secret: a truth, a number, a path, code, or a placeholder.
-_PLAIN = r"(?i:true|false|none|null|yes|no|offline|disabled|auto)\b|[\d.]+\b|[{$\"'<>/~-]"
+_PLAIN = r"(?i:true|false|none|null|yes|no|offline|disabled|auto)\b|[\d.]+\b|[{$\"'<>/~\[|\\-]"
 _NAME = rf"(?i:(?:{SECRET_NAME})(?:ORD|D|S)?)"  # to its end
 _ENDS_IN_NAME = re.compile(rf"{_NAME}$")
 # What services put before their tokens, and the address of a webhook, which is one.

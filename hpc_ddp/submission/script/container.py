@@ -35,8 +35,8 @@ def make_entry(spec: JobSpec, run: Path, code: Path) -> Entry:
 
     ``container`` is the whole command, split as by a shell. For an ``image`` the file of
     ``container-tool`` is filled in: with the user's options, with the tool's own options for GPUs
-    (`_gpu_options`), and with mounts of the folders `run` and `code` and of the working directory,
-    under their own paths (see `_mounts`).
+    (`_gpu_options`), and with mounts of the folders `run` and `code` (not for a command) and of the
+    working directory, under their own paths (see `_mounts`).
 
     Raises
     ------
@@ -47,7 +47,9 @@ def make_entry(spec: JobSpec, run: Path, code: Path) -> Entry:
     if not spec.image:
         return Entry(command=tuple(shlex.split(spec.container or "")))
     tool = read_toml(_file_of_tool(spec.container_tool or DEFAULT_TOOL))
-    folders = list(_mounts([*dict.fromkeys(map(str, (run, code, Path(spec.chdir))))]))
+    # The folder of a command is the image's, as /opt/conda/bin: the host's would hide it.
+    paths = (run, Path(spec.chdir)) if spec.no_python else (run, code, Path(spec.chdir))
+    folders = list(_mounts([*dict.fromkeys(map(str, paths))]))
     if bad := next((folder for folder in folders if set(folder) & set(",:")), None):
         raise UsageError(
             f"the folder {bad!r} can't be mounted: its name has a comma or a colon",

@@ -127,10 +127,9 @@ class Scope:
     def assign(self, node: Node) -> str:
         """Set the variable of a ``variable_assignment``, also by ``+=``, and return its name.
 
-        Its value becomes None, known by the job alone, by an assignment to one element of an array,
-        by one that needs an old value which is not known, and for a variable of `_CHANGES`,
-        `formatted` or `secrets`. A secret's value goes to `secrets`. Words that are added to a
-        variable that is left open change only its version.
+        Its value becomes None by an assignment to one element of an array, by one that needs an old
+        value which is not known, and for a variable of `_CHANGES`, `formatted` or `secrets`. A
+        secret's value goes to `secrets`. Words added to an open variable change only its version.
         """
         target, content = node.child_by_field_name("name"), node.child_by_field_name("value")
         name = re.match(r"\w*", source(target))[0]  # type: ignore[index]
@@ -344,7 +343,8 @@ class Scope:
         elif match and operator and self.needs_default(name, operator):
             yield from self._default_parts(match, node.named_children[1:], is_quoted)
         else:
-            yield self._code_part(text, is_quoted or name in self.secrets)
+            is_one_word = name in self.secrets and " " not in self.secrets[name].text
+            yield self._code_part(text, is_quoted or is_one_word)
 
     def _argument_parts(self, number: int) -> Iterator[Part]:
         """Yield the parts of an argument by its `number`, from 1; nothing where there is none."""

@@ -51,7 +51,7 @@ def leave_empty(
 ) -> None:
     """Change the assignments to the variables that hold the words of the `training`, so that these
     are empty in the job until it adds words: ``CMD="srun a.out"`` becomes ``CMD=``. Statements that
-    need the words in such a variable get `lost`.
+    need the words in such a variable get `lost`, those that print them `decided`.
 
     `open_commands` has the assignments by variable. Those of a variable that the training needs in
     another form than by `TAILS`, as ``${CMD%out}``, stay as they are.
@@ -73,6 +73,8 @@ def leave_empty(
             is_of_launch = statement.launch is training or statement in of_text
             if not is_of_launch and _needs_words(statement, name, lines):
                 statement.lost = f"it uses {name}, which the launch is made of: setup"
+            elif PRINTS.match(statement.text) and name in statement.names - statement.sets:
+                statement.decided = "it prints the launch, which hpc-ddp render shows"
 
 
 def _needs_words(statement: Statement, name: str, lines: list[Statement]) -> bool:

@@ -118,7 +118,8 @@ class Reader(BranchReading):
             self._read_call(first, words[1:], node)
             return
         code = " ".join(map(inner_text, words[1:])) if first == "eval" else ""
-        if code and self._has_launch(code):
+        is_printed = re.match(r"\s*[\"']?(\$\(|`)", code)  # what another command prints
+        if code and not is_printed and self._has_launch(code):
             self._read_eval(code, words, node)
             return
         if first == "shift" and self.scope.arguments is not None:

@@ -64,6 +64,7 @@ def test_training_is_imported_ahead_only_where_nothing_may_patch_torch_before(
         "import app\n",
         "from app import main\nif __name__ == '__main__':\n    main()\n    import torch\n",
         "from transformers import AutoTokenizer\n",
+        "from transformers import DataCollatorForLanguageModeling\n",
         "try:\n    import jinja2\n    import torch\nexcept ImportError:\n    pass\n",
         "if __name__ == '__main__':\n    pass\nelse:\n    import torch\n",
     ],
@@ -330,9 +331,13 @@ def test_modules_that_are_imported_later_are_read(tmp_path: Path) -> None:
 
 def test_what_the_compiler_depends_on_may_change_later(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
+    harmless = "torch.backends.cudnn.benchmark = True\ndef f(a):\n    a[torch.arange(3)] = 1\n"
+    script.write_text(f"import torch\n{harmless}")
+    assert not imports_of(script, [tmp_path]).delays_compiler
     for line in (
         *("pass", "import pytest", "os.chdir('a')", "importlib.import_module('a')"),
-        "os.sched_setaffinity(0, {1})",
+        *("os.sched_setaffinity(0, {1})", "torch.nn.functional.dropout = os.fsencode"),
+        *("setattr(torch.nn, 'Linear', A)", "vars(torch)['matmul'] = A"),
     ):
         script.write_text(f"import os, torch\ndef main():\n    {line}\n")
         assert imports_of(script, [tmp_path]).delays_compiler == (line != "pass")

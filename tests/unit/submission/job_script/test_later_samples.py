@@ -119,6 +119,20 @@ def of_text(*lines: str) -> Conversion:
          {"launcher": "mpirun", "script": "train.py", "args": ["b"], "nproc-per-node": None}),
         (("#SBATCH --gres=gpu:4", "torchrun --nnodes=1:2 --nproc_per_node=4 train.py"),
          {"elastic": None, "nodes": 1}),
+        # What an eval in a task gets from a command.
+        (("srun bash -c 'eval \"$(conda shell.bash hook)\"", "[ -f e ] && eval `cat e`",
+          "python train.py a'"),
+         {"script": "train.py",
+          "worker-setup": ["eval \"$(conda shell.bash hook)\"", "[ -f e ] && eval `cat e`"]}),
+        # Tokens of a language model, and a secret among several words.
+        (("A=\"--sep_token [SEP] --stop_token '<|eot_id|>' --x 2\"", f"{TRAIN} $A"),
+         {"env-names": None}),
+        (("#SBATCH -N 1 --gpus-per-node=a100", TRAIN), {"gpus-per-node": "a100:1"}),
+        # A print of the launch, of which setup has a part.
+        (("C=(torchrun train.py)", "if [ -n \"$R\" ]; then C+=(--resume \"$R\"); fi",
+          "printf ' %q' \"${C[@]}\"", "\"${C[@]}\""),
+         {"setup": ["C=()", "if [ -n \"$R\" ]; then C+=(--resume \"$R\"); fi",
+                    "ARGUMENTS_1=(\"${C[@]:0}\")"]}),
         # On one of the job's nodes.
         (("#SBATCH -N 3 --gres=gpu:4", "torchrun --nnodes=1 --nproc_per_node=4 train.py"),
          {"nodes": 1, "nproc-per-node": None}),
@@ -240,6 +254,19 @@ def test_nothing_of_these_is_lost(lines: tuple[str, ...], settings: dict[str, An
     result = of_text(*lines)
     assert {key: result.settings().get(key) for key in settings} == settings
     assert LOST not in {group for marks in result.marks.values() for group, _ in marks}
+
+
+def test_a_secret_among_other_words_comes_back_as_words() -> None:
+    lines = ("A='--lr 1 --hf_token hf_abcdefghijklmnopqrstuvwx'", f"{TRAIN} $A")
+    settings = of_text(*lines).settings()
+    assert settings["env-names"] == ["A"]
+    assert (settings["setup"], settings["args"]) == (["ARGUMENTS_1=(${A})"], ["${ARGUMENTS_1[@]}"])
+
+
+def test_words_in_place_of_numbers_are_placeholders() -> None:
+    result = of_text("#SBATCH --gpus-per-node=GPU_NUM --cpus-per-task=CPU_NUM --mem=MEM_GB", TRAIN)
+    assert result.group(2)[1].count("is a placeholder") == 3
+    assert not {"gpus-per-node", "cpus-per-task", "mem"} & result.settings().keys()
 
 
 @pytest.mark.parametrize(

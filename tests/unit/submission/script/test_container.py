@@ -57,6 +57,13 @@ def test_the_working_directory_is_the_same_inside() -> None:
     assert [word for word in words if "workdir" in word] == options  # pyxis refuses a second one
 
 
+def test_the_folder_of_a_command_is_the_images() -> None:
+    """As /opt/conda/bin, which the host's would hide."""
+    spec = JobSpec(script="/opt/conda/bin/python", no_python=True, chdir="/home/me", image="a.sif")
+    words = container.make_entry(spec, Path("/scratch/r"), Path("/opt/conda/bin")).command
+    assert "/scratch/r,/home/me" in words
+
+
 def test_a_folder_behind_a_link_is_mounted(tmp_path: Path) -> None:
     """The project is mounted, and in it a link leads to where the runs are."""
     project, runs = tmp_path / "project", tmp_path / "scratch"
