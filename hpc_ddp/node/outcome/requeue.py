@@ -153,7 +153,7 @@ def _go_on(
             continue
         if job.restarts != facts.restarts or not run.is_newest(facts.attempt):
             if may_be_done and job.restarts == facts.restarts + 1:  # by the try without an answer
-                _prepare_next_start(run, facts, job_id, job, give_up, pause_s)
+                prepare_next_start(run, facts.spec, job_id, job, give_up, pause_s)
                 return 0
             say(f"attempt {facts.attempt} is no longer the job's current one: left alone")
             return 0
@@ -180,7 +180,7 @@ def _go_on(
             except HpcDdpError as error:
                 say(error.message)
             else:
-                _prepare_next_start(run, facts, job_id, job, give_up, pause_s)
+                prepare_next_start(run, facts.spec, job_id, job, give_up, pause_s)
                 return 0  # at once: Slurm would wait KillWait for a shell that lives on
         # Slurm also refuses where the job was requeued, or cancelled, a moment ago: a new job
         # would then run beside the old one. So the next round asks before it queues one.
@@ -201,15 +201,15 @@ def is_over(job: Job) -> bool:
     return has_ended and not is_taken_away
 
 
-def _prepare_next_start(
-    run: RunFolder, facts: AttemptFacts, job_id: str, job: Job, give_up: float, pause_s: float
+def prepare_next_start(
+    run: RunFolder, spec: JobSpec, job_id: str, job: Job, give_up: float | None, pause_s: float
 ) -> None:
     """Keep a requeued job off bad nodes (`keep_off`, which waits for Slurm until `give_up`), and,
     unless it was preempted, give it its full time limit, and put it off by `pause_s` seconds. `job`
     is Slurm's last record of the job. Raises OSError if the journal can't be read."""
     keep_off(run, job_id, give_up)
     if not job.preempted:  # a preempted job can't be changed before its next start
-        _restore_limit(facts.spec, job_id, job.limit_s)
+        _restore_limit(spec, job_id, job.limit_s)
         _put_off(job_id, pause_s)
 
 

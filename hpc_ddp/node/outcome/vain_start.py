@@ -19,6 +19,7 @@ from hpc_ddp.node.outcome.requeue import (
     ask_about_job,
     is_over,
     noted_restarts,
+    prepare_next_start,
 )
 
 
@@ -40,8 +41,12 @@ def requeue_cut_off_setup(environ: dict[str, str]) -> None:
     PreemptMode is CANCEL, and print that (`_start_again`); do nothing in a chain, whose next job
     waits already. Raises OSError if job.json can't be read."""
     spec = JobSpec.from_json(run_of_job(environ).job_json.read_bytes())
-    if spec.continue_by != "resubmit" and _start_again(environ):
+    if spec.continue_by == "resubmit":
+        return
+    if _start_again(environ):
         say("the set-up lines were not done: the job's time was over")
+    else:
+        say(f"its set-up lines were ended; to go on: {command_to_go_on(environ)}")
 
 
 def _start_again(environ: dict[str, str]) -> bool:
@@ -66,11 +71,21 @@ def _start_again(environ: dict[str, str]) -> bool:
         if restarts >= most or vain_starts > spec.max_failures:
             say(f"the job was requeued {restarts} times, {vain_starts} starts came to nothing")
             return False
-        if spec.continue_by == "resubmit":
-            slurm.update_job(own_id(environ), MAY_BE_REQUEUED)
-        slurm.requeue(own_id(environ))
+        _requeue(own_id(environ))
+        prepare_next_start(run, spec, own_id(environ), job, None, 0.0)
     except (OSError, HpcDdpError) as error:
         say(str(error))
         return False
     say("it is started again")
     return True
+
+
+def _requeue(job_id: str) -> None:
+    """Requeue a job, also one of a chain, or of a site that does not requeue by default; a first
+    refusal is printed. Raise HpcDdpError where Slurm refuses it again."""
+    try:
+        slurm.requeue(job_id)
+    except HpcDdpError as error:
+        say(error.message)
+        slurm.update_job(job_id, MAY_BE_REQUEUED)
+        slurm.requeue(job_id)

@@ -1,13 +1,12 @@
-"""Started by torchrun, or a task's supervisor, in place of the user's script: prepares the process,
-then becomes it.
+"""Started by torchrun, or a task's supervisor: prepares the process, then becomes the script.
 
-Run as a file, isolated (``python -ISs worker.py``), since it must not load anything of the
-user's environment before the script itself does. It gives the worker one log file, by global
-rank and on the shared disk, and has the worker end with its parent: torchrun's workers have
-sessions of their own, and would outlive an agent that is killed.
+Run as a file, isolated (``python -ISs worker.py``), since it must not load anything of the user's
+environment before the script does. The worker gets a log file, by its rank, and ends with its
+parent: torchrun's workers have sessions of their own, and would outlive an agent that is killed.
 """
 
 import os
+import shlex
 import signal
 import sys
 import time
@@ -46,13 +45,14 @@ def worker_command(python: str, script: list[str]) -> list[str]:
 def command_after_setup(lines: str, command: list[str]) -> list[str]:
     """Return the command of a bash that runs the set-up `lines`, and then becomes `command`, which
     so has the variables that the lines export. A line that fails is reported, and the next line
-    runs. Without lines ('') return `command` itself."""
+    runs; one that ends the shell fails. Without lines ('') return `command` itself."""
     if not lines:
         return command
     report = 'echo "hpc-ddp: this set-up command failed with code $?: $BASH_COMMAND" >&2'
-    # A file that is sourced without arguments has those of this shell, and may shift them.
-    text = f'_c=("$@"); set --\ntrap \'{report}\' ERR\n{lines}\ntrap - ERR\nexec "${{_c[@]}}"'
-    return ["bash", "-c", text, "hpc-ddp", *command]  # $0: the name in bash's messages
+    end = '[ $? != 0 ] || { echo "hpc-ddp: the set-up lines have not ended" >&2; exit 1; }'
+    # The words are no arguments of this shell, which a file that is sourced would have, and shift.
+    text = f"trap '{end}' EXIT\ntrap '{report}' ERR\n{lines}\ntrap - ERR\nexec "
+    return ["bash", "-c", text + shlex.join(command), "hpc-ddp"]  # $0: the name in messages
 
 
 def die_with_parent() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -191,7 +190,6 @@ class Rendering:
             "expand": spec.expand,
             "exports": [name for name in spec.expand if not name.endswith("]")],
             "array_exports": array_exports(spec.expand),
-            "teardown_names": self._names_of_teardown(),
             "step_names": self._names_of_step(),
             "workdir": spec.chdir,
             "output": output_word(output_file(spec, run), spec.chdir),
@@ -258,13 +256,6 @@ class Rendering:
                 hint="--expand SLURM_JOB_ID, or one that a set-up line sets",
             )
         return list(dict.fromkeys(names))
-
-    def _names_of_teardown(self) -> list[str]:
-        """Return the names of variables that a set-up line sets and a line of the teardown reads:
-        that runs in a shell of its own."""
-        setup, teardown = "\n".join(self._spec.setup), "\n".join(self._spec.teardown)
-        names = dict.fromkeys(re.findall(r"(?<![\w$-])([A-Za-z_]\w*)\+?=(?![=(])", setup))
-        return [name for name in names if re.search(rf"\$\{{?[#!]?{name}\b", teardown)]
 
     def text(self) -> str:
         """Return the text of the whole script; raise UsageError for a user's template that can't be

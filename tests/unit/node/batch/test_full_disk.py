@@ -77,6 +77,7 @@ REFUSED = "the run's folder can't be used: [Errno 122] Disk quota exceeded"
         (1, 1, {"max_requeues": 1}, False),
         (0, 0, {"max_failures": 0}, False),
         (0, 0, {"continue_by": "resubmit"}, True),
+        (0, 0, {"time": "60", "time_min": "20"}, True),
     ],
 )
 def test_a_disk_without_room_is_waited_for_in_the_queue(
@@ -99,14 +100,32 @@ def test_a_disk_without_room_is_waited_for_in_the_queue(
     answer_scontrol(controller, show_job(restarts=restarts))
     code = _begin(monkeypatch, run, SLURM_RESTART_COUNT=str(restarts))
     changes = [words for words in controller.calls("scontrol") if words[0] != "show"]
-    allowed = [["update", "JobId=7", "Requeue=1"]] if "continue_by" in spec else []
-    assert changes == ([*allowed, ["requeue", "7"]] if is_requeued else [])
+    limit = [["update", "JobId=7", "TimeLimit=60"]] if "time_min" in spec else []
+    assert changes == ([["requeue", "7"], *limit] if is_requeued else [])
     assert code == (0 if is_requeued else CAN_GO_ON)
     assert ("exit 0" in capsys.readouterr().out) is is_requeued
     vain_starts = restarts + 1 - attempts
     bound = f"the job was requeued {restarts} times, {vain_starts} starts came to nothing"
     refusal = [bound, f"once it can: hpc-ddp submit --run {run.path}"]
     assert printed == [REFUSED, *(["it is started again"] if is_requeued else refusal)]
+
+
+def test_a_refused_requeue_is_allowed_first(
+    controller: Slurm, run: RunFolder, printed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a chain's job, or on a site with JobRequeue=0."""
+    shown = controller.folder / "shown-job"
+    shown.write_text(show_job())
+    refuse = f"[ $1 = requeue ] && ! [ -e {run.path}/allowed ] && echo disabled >&2 && exit 1"
+    controller.answer_by(
+        "scontrol", f"{refuse}; [ $1 = update ] && touch {run.path}/allowed; cat {shown}"
+    )
+    for name, value in job_environ(run).items():
+        monkeypatch.setenv(name, value)
+    assert batch.main(["cut-off"]) == 0
+    changes = [words for words in controller.calls("scontrol") if words[0] != "show"]
+    assert changes == [["requeue", "7"], ["update", "JobId=7", "Requeue=1"], ["requeue", "7"]]
+    assert printed[:2] == ["scontrol refused: disabled", "it is started again"]
 
 
 @pytest.mark.parametrize(

@@ -213,6 +213,17 @@ def test_a_sourced_file_does_not_see_the_command(tmp_path: Path) -> None:
     assert subprocess.run(command, capture_output=True, text=True).stdout == "0\n"
 
 
+@pytest.mark.parametrize(
+    ("line", "code"), [("exit 0", 1), ("exit 3", 3), ("kill -TERM $$", -15), ("false", 0)]
+)
+def test_a_set_up_line_that_ends_its_shell_fails(line: str, code: int) -> None:
+    """The program has not begun: that is no finished training."""
+    command = worker.command_after_setup(f"A='b c'; export A\n{line}", ["printenv", "A"])
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (code, "" if code else "b c\n")
+    assert ("lines have not ended" in done.stderr) is (line in ("exit 0", "kill -TERM $$"))
+
+
 def test_a_script_has_the_users_umask(
     start: Callable[..., subprocess.CompletedProcess[bytes]], tmp_path: Path
 ) -> None:
