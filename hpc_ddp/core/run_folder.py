@@ -72,6 +72,7 @@ class RunFolder:
     # room of a checkpoint; it has the reason. While it exists, no attempt of the run, or of this
     # task alone, starts from a copy or packs one.
     unstaged = PathIn("unstaged")
+    torn_down = PathIn("torn-down")  # the teardown of the finished run has ended
 
     @property
     def is_task(self) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import shlex
 import signal
 import socket
 import threading
@@ -254,6 +255,20 @@ def plan_teardown(environ: dict[str, str]) -> str:
     return f"{max(1, int(min(left_s, most_s)))} {cause.replace(' ', '-')}"
 
 
+def lines_of_no_attempt(environ: dict[str, str]) -> str:
+    """Return the bash lines of a job that starts no attempt: it ends with 0, after the teardown of
+    a finished run if that was cut off, as by a preemption. Raise OSError and UsageError where
+    job.json can't be read."""
+    run = run_of_job(environ)
+    teardown = JobSpec.from_json(run.job_json.read_bytes()).teardown
+    if not teardown or run.torn_down.exists() or not run.finished():
+        return "exit 0"
+    say("the run is finished; its teardown was cut off, and is run again")
+    lines = shlex.quote("\n".join(teardown))
+    mark = shlex.quote(str(run.torn_down))
+    return f"export HPC_DDP_VERDICT=finished\n(eval {lines})\n: >{mark}\nexit 0"
+
+
 def main(argv: list[str]) -> int:
     """Run the command of the batch script that `argv` names, see `_call`; return its exit code.
 
@@ -294,7 +309,7 @@ def _call(argv: list[str], environ: dict[str, str]) -> int:
                 vain_start.requeue_cut_off_setup(environ)
             case ["begin"]:
                 values = begin(environ)
-                answer("exit 0" if values is None else export_lines(values))
+                answer(lines_of_no_attempt(environ) if values is None else export_lines(values))
             case ["interrupted"]:
                 give_notice_of_interrupt(environ)
             case ["warned"]:

@@ -357,3 +357,18 @@ def test_a_start_waits_for_its_disk(
     monkeypatch.setattr(batch, name, refuse)
     assert begin(job_environ(run)) is not None
     assert len(clock.slept) == 2
+
+
+def test_a_teardown_that_was_cut_off_is_run_again(
+    controller: Slurm, run: RunFolder, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As by a preemption after the training has finished."""
+    write_spec(run, teardown=(f"echo $HPC_DDP_VERDICT >>{tmp_path}/torn", "exit 3"))
+    environ = job_environ(run)
+    assert batch.lines_of_no_attempt(environ) == "exit 0"  # the run is not finished
+    run.journal("rank-0").write(raw("finished", step=1))
+    for _ in range(2):
+        lines = batch.lines_of_no_attempt(environ)
+        assert subprocess.run(["bash", "-c", f"{lines}\necho no"], check=True).returncode == 0
+    assert (tmp_path / "torn").read_text() == "finished\n"
+    assert lines == "exit 0"

@@ -545,12 +545,14 @@ def test_a_python_that_is_here_is_waited_for_but_in_a_container() -> None:
     assert wait not in _render(python="/not/here/python").text()
 
 
-def test_clean_up_lines_have_the_scripts_name_and_variables() -> None:
+def test_clean_up_lines_have_the_scripts_name_and_variables(tmp_path: Path) -> None:
     lines = ('echo "$0 ${DIRS[1]} $HPC_DDP_VERDICT"; f', "exit 3")
     block = _render(teardown=lines).block("teardown")
     state = "_answer_of() { echo 5 finished; }; f() { echo of f; }; DIRS=(a b)\n"
     argv = ["bash", "-c", f"{state}{block}", "/x/slurm_script"]
-    played = subprocess.run(argv, capture_output=True, text=True)
+    env = {**os.environ, "HPC_DDP_RUN": str(tmp_path)}
+    played = subprocess.run(argv, env=env, capture_output=True, text=True)
+    assert (tmp_path / "torn-down").exists()
     assert played.stdout == "/x/slurm_script b finished\nof f\n"
     assert played.stderr == "hpc-ddp: the teardown ended with code 3\n"
 
