@@ -11,6 +11,7 @@ from hpc_ddp import slurm
 from hpc_ddp.core.attempt_env import INTERACTIVE
 from hpc_ddp.core.console.terminal import answer, say
 from hpc_ddp.core.errors import CAN_GO_ON, HpcDdpError
+from hpc_ddp.core.file_io import read_json
 from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.job.task_folder import run_of_job
 from hpc_ddp.node.outcome.chain import command_to_go_on, own_id
@@ -38,10 +39,9 @@ def end_for_disk(call: str, environ: dict[str, str], error: OSError) -> int:
 
 def requeue_cut_off_setup(environ: dict[str, str]) -> None:
     """Requeue a job whose set-up lines Slurm ends, at the time limit or by a preemption where
-    PreemptMode is CANCEL, and print that (`_start_again`); do nothing in a chain, whose next job
-    waits already. Raises OSError if job.json can't be read."""
-    spec = JobSpec.from_json(run_of_job(environ).job_json.read_bytes())
-    if spec.continue_by == "resubmit":
+    PreemptMode is CANCEL, and print that (`_start_again`); do nothing in a chain whose next job
+    waits already. Raises OSError if that can't be read."""
+    if read_json(run_of_job(environ).early_links).get(environ["SLURM_JOB_ID"]):
         return
     if _start_again(environ):
         say("the set-up lines were not done: the job's time was over")

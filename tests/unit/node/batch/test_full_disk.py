@@ -10,6 +10,7 @@ import pytest
 
 from hpc_ddp.core import file_io, run_folder
 from hpc_ddp.core.errors import CAN_GO_ON
+from hpc_ddp.core.file_io import write_json
 from hpc_ddp.core.job.attempt_folder import AttemptFolder
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node import batch
@@ -139,7 +140,7 @@ def test_a_refused_requeue_is_allowed_first(
             {"max_failures": 0},
             False,
         ),
-        (show_job("RUNNING"), {"continue_by": "resubmit"}, False),
+        (show_job("RUNNING"), {"continue_by": "resubmit"}, True),  # its next job was refused
     ],
 )
 def test_set_up_lines_that_are_cut_off_are_run_again(
@@ -155,6 +156,10 @@ def test_set_up_lines_that_are_cut_off_are_run_again(
     answer_scontrol(controller, record)
     for name, value in job_environ(run).items():
         monkeypatch.setenv(name, value)
+    write_json(run.early_links, {"7": "8"})
+    assert batch.main(["cut-off"]) == 0
+    assert ["requeue", "7"] not in controller.calls("scontrol")  # a chain's next job waits
+    run.early_links.unlink()
     assert batch.main(["cut-off"]) == 0
     assert (["requeue", "7"] in controller.calls("scontrol")) is is_requeued
     assert ("it is started again" in printed) is is_requeued
