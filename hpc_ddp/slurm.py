@@ -282,7 +282,7 @@ def unusable_nodes(nodes: Sequence[str]) -> list[str]:
 def expand_hosts(node_list: str) -> list[str]:
     """Return the names in a host list such as ``node[1-2]``, in order. Raise HpcDdpError where
     Slurm can't expand it, or it names none: each node would train alone."""
-    text = _run(["scontrol", "show", "hostnames", node_list]) if node_list else ""
+    text = _run_patiently(["scontrol", "show", "hostnames", node_list]) if node_list else ""
     if not (names := slurm_text.host_names(text, node_list)):
         raise HpcDdpError(f"the node list {node_list!r} of this job names no node")
     return names

@@ -24,7 +24,8 @@ NO_ANSWER = re.compile(
     r"|authentication error|Munge (en|de)code failed|Invalid authentication credential"
     # A name server that is away, as on a node that has just booted.
     r"|getaddrinfo|Unable to resolve|Unable to establish (control|configuration)"
-    r"|Could not establish a configuration|No route to host|Network is unreachable",
+    r"|Could not establish a configuration|No route to host|Network is unreachable"
+    r"|error while loading shared libraries|Stale file handle",  # Slurm's files are away
     re.I,
 )
 

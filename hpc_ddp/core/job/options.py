@@ -211,7 +211,7 @@ class JobSpec(ResourceOptions):
     )
     max_failures: int = option(
         3,
-        "Retries after failures, since the newest checkpoint (default 3).",
+        "Retries since the newest save (default 3).",
         group=CONTINUATION,
         least=0,
     )

@@ -66,7 +66,7 @@ class ResourceOptions:
     )
     time: str | None = option(
         None,
-        "Time limit of one attempt: 12:00:00, or UNLIMITED.",
+        "Time limit of one attempt, or UNLIMITED.",
         group=COMMON,
         letter="t",
         metavar="TIME",

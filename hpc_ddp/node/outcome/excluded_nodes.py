@@ -8,6 +8,7 @@ import time
 from hpc_ddp import slurm
 from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.errors import HpcDdpError
+from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.job.task_folder import job_folder
 from hpc_ddp.core.journal.events import JournalEvent, VerdictGiven
 from hpc_ddp.core.run_folder import RunFolder
@@ -77,7 +78,8 @@ def excluded_nodes(run: RunFolder, job_id: str, give_up: float | None = None) ->
     # A job that has too few other nodes would wait for good: Slurm tells so (BadConstraints) only
     # when the job may start again, and no process of the job is left then.
     if reason and not TOO_FEW.search(reason):
-        has_others = _has_other_nodes(requests, bad, nodes)
+        least = JobSpec.from_json(run.job_json.read_bytes()).node_range[0]
+        has_others = _has_other_nodes(requests, bad, nodes, least)
         reason = "" if has_others else f"too few other nodes; no test of them, since {reason}"
     if reason:
         say(f"not kept off {', '.join(bad)}: {reason}")
@@ -93,16 +95,19 @@ def _requests_of(job_id: str) -> dict[str, str]:
         text = slurm.job_text(job_id)
     except HpcDdpError:
         return {}
-    names = (*REQUESTS, "NumNodes", "ReqNodeList")
+    # Not NumNodes, which is that of the nodes that have not ended yet.
+    names = (*REQUESTS, "ReqNodeList")
     matches = {name: re.search(rf"\b{name}=(\S+)", text) for name in names}
     return {name: m[1] for name, m in matches.items() if m and m[1] != "(null)"}
 
 
-def _has_other_nodes(requests: dict[str, str], bad: list[str], excluded: list[str]) -> bool:
-    """Return whether a job with `requests` (`_requests_of`) has enough nodes without those of
-    `excluded`: usable ones of its partition, or reservation, of the `KIND` of a `bad` one, and with
-    its features if the job has a constraint. True where Slurm tells nothing of the nodes, False
-    where the job asks for nodes by name."""
+def _has_other_nodes(
+    requests: dict[str, str], bad: list[str], excluded: list[str], least: int
+) -> bool:
+    """Return whether a job with `requests` (`_requests_of`) has its `least` number of nodes without
+    those of `excluded`: usable ones of its partition, or reservation, of the `KIND` of a `bad` one,
+    and with its features if the job has a constraint. True where Slurm tells nothing of the nodes,
+    False where the job asks for nodes by name."""
     if "ReqNodeList" in requests:
         return False
     partitions = set(requests.get("Partition", "").split(","))
@@ -125,8 +130,7 @@ def _has_other_nodes(requests: dict[str, str], bad: list[str], excluded: list[st
     bad_kinds = [kinds[name] for name in bad if name in kinds]
     alternatives = [n for n in candidates if kinds.get(n) in bad_kinds and n not in excluded]
     count = len(alternatives) - len(slurm.unusable_nodes(alternatives))
-    least = re.match(r"\d+", requests.get("NumNodes", ""))  # of ``2-4``, or, once it has run, ``2``
-    return not (least and bad_kinds) or count >= int(least[0])
+    return not bad_kinds or count >= least
 
 
 def _bad_nodes(events: list[JournalEvent], since: float) -> list[str]:

@@ -120,6 +120,16 @@ def test_munged_or_a_name_server_that_is_away_is_waited_for(
     assert slurm.show_job("7").state == "RUNNING"
 
 
+def test_a_client_whose_files_are_away_gives_no_answer(slurm_commands: Slurm, clock: Clock) -> None:
+    """As at a start, where its libraries are on a disk that is away for a moment."""
+    error = "scontrol: error while loading shared libraries: libslurmfull.so: cannot open"
+    for _ in range(3):
+        slurm_commands.answer("scontrol", err=error, code=127)
+    slurm_commands.answer("scontrol", "n1\nn2\n")
+    assert slurm.expand_hosts("n[1-2]") == ["n1", "n2"]
+    assert len(clock.slept) == 3
+
+
 def test_a_controller_is_awaited_for_a_bounded_time(slurm_commands: Slurm, clock: Clock) -> None:
     slurm_commands.answer("scontrol", err="Unable to contact slurm controller", code=1)
     with pytest.raises(NoAnswerError, match="scontrol got no answer"):

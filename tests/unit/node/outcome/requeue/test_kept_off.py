@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
+from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.run_folder import RunFolder
 from unit.fakes import Slurm
 from unit.node.outcome.requeue.fakes import SHOWN_JOB, blame_nodes, changes_of
@@ -35,6 +36,10 @@ def kept_off(
         states: str = "",
     ) -> list[str]:
         blame_nodes(run, "n1")
+        least = int(requests.removeprefix("NumNodes=")[0])
+        run.job_json.write_text(JobSpec("t.py", nodes=least).to_json())
+        # Behind the requeue Slurm counts the nodes that have not ended yet.
+        requests = f"NumNodes=1 {requests.partition(' ')[2]}"
         shown = shlex.quote(f"{SHOWN_JOB.format('RUNNING', 2)}   {requests}\n")
         reservation = "ReservationName=mine Nodes=n[1-2]\n"
         cases = (
