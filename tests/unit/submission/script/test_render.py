@@ -15,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from hpc_ddp.core import process
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.run_folder import RunFolder
@@ -563,5 +564,5 @@ def test_a_teardown_ends_with_all_that_it_has_started() -> None:
     argv = ["bash", "-c", f"_answer_of() {{ echo 1 failed; }}\n{block}"]
     played = subprocess.run(argv, capture_output=True, text=True)
     assert "the teardown has had its 1 s" in played.stderr
-    state = Path(f"/proc/{int(played.stdout)}/status")
-    wait_until(lambda: not state.exists() or "Z (zombie)" in state.read_text(), "the end of sleep")
+    pid = int(played.stdout)
+    wait_until(lambda: "State:\tS" not in process.proc_text(pid, "status"), "the end of sleep")
