@@ -210,10 +210,7 @@ class JobSpec(ResourceOptions):
         None, "Bound on requeues; 0: start once (default: none).", group=CONTINUATION, least=0
     )
     max_failures: int = option(
-        3,
-        "Retries since the newest save (default 3).",
-        group=CONTINUATION,
-        least=0,
+        3, "Retries since the newest save (default 3).", group=CONTINUATION, least=0
     )
     max_restarts: int | None = option(
         None, "Restarts of all workers within an attempt (default 0).", group=CONTINUATION, least=0

@@ -46,17 +46,8 @@ SETTERS = re.compile(r"(set|init|use|enable|disable|register|install)_?\w*")
 # Python's modules and functions that call nothing of what they get, but for a value.
 OF_TEXT = ("argparse", "pathlib", "json", "re", "math", "datetime", "time", "glob", "shutil")
 VALUES = (
-    "print",
-    "int",
-    "float",
-    "str",
-    "bool",
-    "len",
-    "max",
-    "min",
-    "range",
-    "getattr",
-    "isinstance",
+    *("print", "int", "float", "str", "bool", "len", "max", "min", "range"),
+    *("getattr", "isinstance"),
 )
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 STATEMENTS = (ast.Expr, ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Delete)
@@ -67,21 +58,9 @@ READING = (
     *(ast.BinOp, ast.Dict, ast.Expr, ast.If, ast.While),
 )
 READERS = (
-    *(
-        "dict",
-        "print",
-        "pprint",
-        "len",
-        "list",
-        "tuple",
-        "set",
-        "sorted",
-        "str",
-        "repr",
-        "any",
-        "all",
-    ),
-    *("bool", "copy", "deepcopy", "dumps", "run", "Popen", "call", "check_call", "check_output"),
+    *("dict", "print", "pprint", "len", "list", "tuple", "set", "sorted", "str", "repr", "any"),
+    *("all", "bool", "copy", "deepcopy", "dumps", "run", "Popen", "call", "check_call"),
+    "check_output",
 )
 CHANGES_OF_PATH = ("insert", "remove", "pop", "clear", "sort", "reverse")
 
