@@ -22,7 +22,6 @@ from hpc_ddp.submission.job_script.conversion import (
     RELATIVE,
     TAKEN,
     Conversion,
-    TextAt,
 )
 from hpc_ddp.submission.job_script.launchers.launch import Launch
 from hpc_ddp.submission.job_script.launchers.options import is_option_of_step
@@ -85,14 +84,8 @@ class Sorter:
         }  # fmt: skip
         self.kept: set[str] = set()  # variables and functions that lines which stay set
         self._kept_in_the_end: set[str] = set()
-        # Variables and functions that are needed: by the launch or a line that stays, by set-up
-        # lines, and by clean-up lines, which have a shell of their own.
+        # Variables and functions that the launch or a line that stays needs.
         self._needed: set[str] = set()
-        self._needed_before: set[str] = set()
-        self._needed_after: set[str] = set()
-        self._functions_after: list[TextAt] = []  # definitions that clean-up lines need
-        self._exported: set[str] = set()  # variables that the next lines export for clean-up lines
-        self._exports_after: list[TextAt] = []  # at the end of the set-up lines
         self._in_launch: set[str] = set()  # variables whose values stand in the launch
         self._first_load = first_load(self._statements)
         self._of_files: Set[str] | None = frozenset()  # names in files that lines load; None: any
@@ -111,8 +104,7 @@ class Sorter:
         # Which variables stay is known when all statements are sorted; prints depend on it.
         trial = copy.copy(self)
         trial.__dict__ |= {name: {*s} for name, s in vars(self).items() if isinstance(s, set)}
-        trial.result, trial._functions_after = copy.deepcopy(self.result), []
-        trial._exports_after = []
+        trial.result = copy.deepcopy(self.result)
         trial._sort_statements()
         self._kept_in_the_end = trial.kept
         self._sort_statements()
@@ -130,12 +122,8 @@ class Sorter:
             elif statement.launch is self.launch:
                 self._in_launch = statement.names
                 self.result.mark(*statement.lines, TAKEN, "the launch")
-        for text, line in reversed(self._functions_after):
-            self.result.append("teardown", text, line)
         for key, text, line in reversed(lines):
             self.result.append(key, text, line)
-        for text, line in reversed(self._exports_after):
-            self.result.append("setup", text, line)
         self.result.env = dict(reversed(self.result.env.items()))
 
     def _sort(self, statement: Statement, index: int) -> Fate:
@@ -180,20 +168,9 @@ class Sorter:
     def _keep_as_line(self, statement: Statement, text: str, is_after: bool) -> Fate:
         """Return the set-up line, or with `is_after` the clean-up line, that a statement becomes:
         its `text`, with a note in `result` where it is changed. Note the names that it sets and
-        needs. The batch script's variables in a task's line go to ``expand``.
-
-        A function that clean-up lines need is also defined for them; the line is '' if set-up lines
-        do not need it.
-        """
+        needs. The batch script's variables in a task's line go to ``expand``."""
         key = "teardown" if is_after else "setup"
-        is_before = not is_after
         text = self._limit_line(statement, text)
-        if is_after or statement.defines in self._needed_after:  # a bash -c has no BASH_SOURCE
-            text = re.sub(r"(\$\{?)BASH_SOURCE\b(\[0\])?", r"\g<1>0", text)
-        if is_before and statement.defines in self._needed_after:
-            self._functions_after.append((text, statement.lines[0]))
-            is_after, is_before = True, statement.defines in self._needed_before
-            key, text = ("setup", text) if is_before else ("teardown", "")
         if statement.in_task:
             key = "node-setup" if self.launch and self.launch.kind else "worker-setup"
             of_loops = set(re.findall(r"\bfor (\w+) in\b", text))
@@ -201,13 +178,8 @@ class Sorter:
                 # `expand` exports it for the task.
                 if not OF_A_JOB.fullmatch(name) and f"${name}" in text.replace("{", ""):
                     self.result.append("expand", name, statement.lines[0])
-        if is_before and not statement.in_task:
-            for name in sorted(statement.sets & self._needed_after - self._exported):
-                self._exported.add(name)
-                if not (is_of_hpc_ddp(name) or name.startswith("SLURM_")):
-                    self._exports_after.append((f"export {name}", statement.lines[0]))
         self.kept |= {statement.name, statement.defines, *statement.sets}
-        self._note_needs(statement, is_before, is_after)
+        self._note_needs(statement, is_after)
         return Fate(TAKEN, key, text)
 
     def _limit_line(self, statement: Statement, text: str) -> str:
@@ -225,18 +197,15 @@ class Sorter:
             self.result.note(statement.lines[0], reason)
         return text
 
-    def _note_needs(self, statement: Statement, is_before: bool, is_after: bool) -> None:
+    def _note_needs(self, statement: Statement, is_after: bool) -> None:
         """Note the variables and functions that a line needs, by itself, by functions that it
-        calls, and by a file that it loads: in the set-up lines (`is_before`), in the clean-up lines
-        (`is_after`), or in both."""
+        calls, and by a file that it loads if it is a set-up line, and not a clean-up line
+        (`is_after`)."""
         functions = self._refusals.functions
-        names = {name for s in with_functions(statement, functions) for name in s.names}
-        self._needed |= names
-        self._needed_before |= names if is_before else set()
-        self._needed_after |= names if is_after else set()
+        self._needed |= {name for s in with_functions(statement, functions) for name in s.names}
         has_moves = any(s.first in ("cd", "pushd") for s in self._statements)
         folder = "" if has_moves else self._start  # '': relative paths are not known
-        of_files = names_of_files(statement, folder) if is_before else frozenset()
+        of_files = frozenset() if is_after else names_of_files(statement, folder)
         is_any = self._of_files is None or of_files is None
         self._of_files = None if is_any else self._of_files | of_files  # type: ignore[operator]
 
@@ -350,7 +319,7 @@ class Sorter:
 
         If `is_used`, one that the submitting shell passes on goes to ``env-names``, and one for
         ``env`` (`_is_for_env`) goes there. Any other becomes a set-up or clean-up line, in which it
-        is exported where clean-up lines, or tasks, need it.
+        is exported where the script does so, or where tasks need it.
         """
         name, assigned, line = statement.name, statement.assigned, statement.lines[0]
         value_text = statement.text.partition("=")[2]
@@ -367,14 +336,9 @@ class Sorter:
             for variable in assigned.names:
                 self.result.append("expand", variable, line)
             return Fate(TAKEN, "env")
-        is_after = index > self._at
-        is_for_teardown = name in self._needed_after and not is_after
-        is_array = isinstance(assigned, list) or statement.text.startswith(f"{name}[")
-        is_exported = statement.exported or (is_for_teardown and not is_array) or statement.in_task
-        if is_for_teardown and is_array:
-            self.result.note(line, f"${name} is an array: teardown does not have it")
+        is_exported = statement.exported or statement.in_task
         text = f"export {statement.text}" if is_exported else statement.text
-        return self._keep_as_line(statement, text, is_after)
+        return self._keep_as_line(statement, text, index > self._at)
 
     def _is_for_env(self, statement: Statement, index: int) -> bool:
         """Return whether an assignment can stand in ``[env]``, which is set before the set-up lines

@@ -400,9 +400,9 @@ def test_a_launch_that_only_the_job_chooses_is_reported() -> None:
 
 
 def test_a_clean_up_line_has_the_variables_of_the_set_up() -> None:
-    """It runs in a shell of its own."""
+    """It runs in a subshell of the batch script."""
     conversion = of_text("#SBATCH --nodes=2", "OUT=/x", "srun python train.py", 'ls "$OUT"')
-    assert conversion.settings()["setup"] == ["export OUT=/x"]
+    assert conversion.settings()["setup"] == ["OUT=/x"]
     assert conversion.settings()["teardown"] == ['ls "$OUT"']
 
 

@@ -56,15 +56,12 @@ def test_the_name_of_a_shell_is_the_word_behind_its_text(line: str, args: list[s
     assert of_lines(line).settings()["args"] == args
 
 
-def test_a_clean_up_line_finds_the_script_by_its_name() -> None:
-    lines = ('f() { cp "${BASH_SOURCE%/*}/a" b; }', "srun python train.py", "f")
-    copies = ('cp "$BASH_SOURCE" c', "cp ${BASH_SOURCE[0]} d", 'cp "$0" e')
-    assert of_lines(*lines, *copies).settings()["teardown"] == [
-        'f() { cp "${0%/*}/a" b; }', "f", 'cp "$0" c', "cp ${0} d", 'cp "$0" e',
-    ]  # fmt: skip
-    # The batch script has BASH_SOURCE itself.
-    setup = of_lines('cp "$BASH_SOURCE" c', "srun python train.py").settings()["setup"]
-    assert setup == ['cp "$BASH_SOURCE" c']
+def test_lines_have_the_scripts_arrays_functions_and_name() -> None:
+    """The clean-up lines run in a subshell of the batch script, the set-up lines in the script."""
+    before = ("A=(a b)", 'f() { cp "${BASH_SOURCE%/*}/a" "${A[@]}"; }', 'cp "$BASH_SOURCE" c')
+    after = ("f", "cp ${BASH_SOURCE[0]} d", 'cp "$0" e')
+    settings = of_lines(*before, "srun python train.py", *after).settings()
+    assert (settings["setup"], settings["teardown"]) == ([*before], [*after])
 
 
 @pytest.mark.parametrize(

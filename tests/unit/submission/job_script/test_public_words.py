@@ -77,9 +77,9 @@ def of_text(*lines: str) -> Conversion:
          {"setup": ["srun bash clean.sh"], "teardown": ["srun sh clean_tmp.sh"]}),
         (("a[0]=5", TRAIN, "cp x ${a[0]}"), {"setup": ["a[0]=5"]}),
         (("#SBATCH --gpu-accounting", TRAIN), {"sbatch": ["--gpu-accounting"]}),
-        # Clean-up lines have a shell of their own.
+        # Clean-up lines have what the set-up lines have set.
         (("if [ -d /a ]; then D=/a; else D=/b; fi", TRAIN, "cp -r out $D/"),
-         {"setup": ["if [ -d /a ]; then D=/a; else D=/b; fi", "export D"],
+         {"setup": ["if [ -d /a ]; then D=/a; else D=/b; fi"],
           "teardown": ["cp -r out $D/"]}),
         # Programs.
         (("python3 -m torch.distributed.run $(which fairseq-train) data",),
@@ -99,7 +99,7 @@ def of_text(*lines: str) -> Conversion:
          {"script": "a.py", "args": ["--x", "1"]}),
         # Durations, and what a here-document or a print has in it.
         (("T=$(date +%s)", TRAIN, "D=$(($(date +%s) - T))", "echo $D"),
-         {"setup": ["export T=$(date +%s)"], "teardown": ["D=$(($(date +%s) - T))", "echo $D"]}),
+         {"setup": ["T=$(date +%s)"], "teardown": ["D=$(($(date +%s) - T))", "echo $D"]}),
         (("cat > run.sh <<EOF", "torchrun a.py", "EOF", "srun bash run.sh"),
          {"setup": ["cat > run.sh <<EOF\ntorchrun a.py\nEOF"], "args": ["run.sh"]}),
         (('echo "pdsh : $(which pdsh)"', TRAIN), {"setup": ['echo "pdsh : $(which pdsh)"']}),

@@ -154,15 +154,15 @@ def of_text(*lines: str) -> Conversion:
         (
             ("log() { echo $1 >>$F; }", "F=/x", "end() { log a; }", TRAIN, "end || exit"),
             {
-                "setup": ["export F=/x"],
-                "teardown": ["log() { echo $1 >>$F; }", "end() { log a; }", "end || exit"],
+                "setup": ["log() { echo $1 >>$F; }", "F=/x", "end() { log a; }"],
+                "teardown": ["end || exit"],
             },
         ),
         (
             ("f() { date; }", "trap 'f' EXIT", TRAIN, "if ! f; then echo; fi"),
             {
                 "setup": ["f() { date; }", "trap 'f' EXIT"],
-                "teardown": ["f() { date; }", "if ! f; then echo; fi"],
+                "teardown": ["if ! f; then echo; fi"],
             },
         ),
         (
@@ -776,7 +776,7 @@ def test_gpus_of_a_script_without_a_number_of_nodes(options: str) -> None:
         (("conda activate <my-env>", TRAIN), 3, LOST, "a placeholder: write your own"),
         (("#SBATCH -N 4", "srun -N 2-2 -n 8 python a.py"), 4, LOST, "a launch on 2 of 4 nodes"),
         (("deepspeed --include a@b a.py",), 3, LOST, "deepspeed --include: nodes = N"),
-        (("say() { echo 'sbatch a.sh'; }", TRAIN, "say"), 3, TAKEN, "teardown"),
+        (("say() { echo 'sbatch a.sh'; }", TRAIN, "say"), 3, TAKEN, "setup"),
         (('J=$(sbatch --parsable "$0")', TRAIN), 3, OURS, ""),
         ((TRAIN, "for t in a b; do python -m train $t; done"), 4, LOST, "it may start a training"),
         ((TRAIN, "for t in a b; do python -m pip list; done"), 4, TAKEN, "teardown"),
@@ -824,7 +824,6 @@ def test_each_word_of_a_launch_is_written_or_named(line: str) -> None:
             "$DATA: not set in this shell: to be exported before hpc-ddp submit, unless a",
         ),
         (('if [ -n "${B:-}" ]; then A=1; fi', TRAIN), "$B: taken as unset: if your shell has"),
-        (("A=(a b)", TRAIN, 'echo "${A[@]}"'), "$A is an array: teardown does not have it"),
         (("echo ${A:-x}", f"{TRAIN} ${{A:-x}}"), "$A: taken as unset: if your shell has"),
         (
             ("while read -r k v; do export $k=$v; done < a", f"{TRAIN} $DATA"),
