@@ -64,6 +64,7 @@ class RunFolder:
     # The JSON file of the chain's jobs that are still in their set-up lines: by the id of such a
     # job the next job that it has queued.
     early_links = PathIn("early-links.json")
+    vain_jobs = PathIn("vain-jobs.json")
     # The note by which a start that Slurm has not accepted is undone.
     start_note = PathIn(".before-start.json")
     # The file that exists once the user has cancelled the run: nothing may requeue it then.

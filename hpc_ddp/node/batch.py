@@ -46,7 +46,7 @@ from hpc_ddp.node.outcome.gather_facts import (
     limit_silent_ends,
     preview_cause,
 )
-from hpc_ddp.node.outcome.requeue import VERDICT_S, ask_about_job
+from hpc_ddp.node.outcome.next_start import VERDICT_S, ask_about_job
 from hpc_ddp.node.watch import end_step
 from hpc_ddp.node.watch.end_time import (
     attempt_of,
@@ -138,6 +138,7 @@ def _begin(environ: dict[str, str]) -> dict[str, str] | None:
         link_job(own_job, run)
     if spec.continue_by == "resubmit" and INTERACTIVE not in environ:
         chain.queue_next_link(run, attempt, environ)
+    patiently(partial(chain.forget_early_links, run))
     job = ask_about_job(job_id)
     if job and job.preempted:  # in the set-up lines, say: Slurm signals no step that begins later
         patiently(partial(attempt.notice.write_text, NoticeSource.PREEMPTION))
@@ -306,7 +307,7 @@ def _call(argv: list[str], environ: dict[str, str]) -> int:
                 job = ask_about_job(environ["SLURM_JOB_ID"], is_quiet=True)
                 chain.end_by_setup(run_of_job(environ), environ, job)
             case ["cut-off"]:
-                vain_start.requeue_cut_off_setup(environ)
+                vain_start.go_on_after_cut_off_setup(environ)
             case ["begin"]:
                 values = begin(environ)
                 answer(lines_of_no_attempt(environ) if values is None else export_lines(values))

@@ -276,6 +276,33 @@ def test_set_up_lines_that_are_cut_off(
 
 
 @pytest.mark.more
+@pytest.mark.row(
+    "set-up lines that still run at the time limit, in a chain, or where a requeue is refused",
+    promise="goes on as a new job",
+)
+@pytest.mark.parametrize("reason", ["chain", "refused"])
+def test_set_up_lines_that_are_cut_off_in_a_job_that_is_not_requeued(
+    hpc: Hpc, settings: Cluster, walked: Job, tmp_path: Path, reason: str
+) -> None:
+    settings.reconfigure(extra=CANCELS.format(grace=0))
+    mark = tmp_path / "passed"
+    wait = f"[ -e {mark} ] || {{ touch {mark}; sleep 600; }}"
+    options = ("--continue-by", "resubmit") if reason == "chain" else ()
+    job = hpc.submit(*options, "--setup", wait, "--time", "5", *ONE_BY_TWO, *QUICK_WALK)
+    job.until(mark.exists, "the set-up line")
+    if reason == "refused":
+        settings.run("scontrol", "update", f"JobId={job.id}", "Requeue=0")
+    job.set_time_limit(1)
+    job.event("first_step")
+    second = Job(settings, job.events("started")[0]["job_id"], job.run)
+    assert second.id != job.id
+    assert second.end() == "COMPLETED", job.output()
+    assert "starts that came to nothing: 1 of at most 3" in job.output()
+    assert same_weights(job, walked)
+    assert len(job.run.attempts()) == 1
+
+
+@pytest.mark.more
 @pytest.mark.row("set-up lines of a chain fail", promise="fails, and the chain ends")
 def test_a_chain_whose_set_up_fails_ends(hpc: Hpc, cluster: Cluster) -> None:
     words = ("--continue-by", "resubmit", "--setup", "exit 3")

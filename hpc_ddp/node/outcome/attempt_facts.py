@@ -26,6 +26,7 @@ from hpc_ddp.node.outcome.first_failure import Failure, find_failure, read_failu
 from hpc_ddp.slurm_text import Job
 
 E = TypeVar("E", bound=JournalEvent)
+EARLY_S = 600.0  # after its start a plain script's errors may be those of a node, or of a disk
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,19 @@ class AttemptFacts:
     def attempts_with_steps(self) -> set[int]:
         """The numbers of the attempts since the last submit that have done a step."""
         return {event.attempt for event in self.events if isinstance(event, FirstStep)}
+
+    @property
+    def worked_attempts(self) -> set[int]:
+        """The numbers of the attempts since the last submit whose start has worked: those with
+        steps; of a plain script, whose steps are not known, those with a failure or verdict more
+        than `EARLY_S` after their start. Raise as `failure`."""
+        if not self.is_plain:
+            return self.attempts_with_steps
+        ends = {event.attempt: event.time for event in self.verdicts}
+        if self.failure:
+            ends[self.attempt] = self.failure.time
+        starts = (event for event in self.events if isinstance(event, Started))
+        return {s.attempt for s in starts if ends.get(s.attempt, s.time) > s.time + EARLY_S}
 
     @property
     def step(self) -> int | None:

@@ -18,17 +18,16 @@ from hpc_ddp.core.journal.enums import Bound, Cause
 from hpc_ddp.core.journal.events import (
     JournalEvent,
     NoticeGiven,
-    Started,
     VerdictGiven,
     WorkerStarted,
 )
 from hpc_ddp.core.journal.journal import attempts_with_progress
-from hpc_ddp.node.outcome.attempt_facts import AttemptFacts
+from hpc_ddp.node.outcome.attempt_facts import EARLY_S, AttemptFacts
 
 NOT_SEEN = "the script saves by itself, if at all, so that its progress can't be seen"
 # Before retries of starts that have failed in a row; Slurm by itself waits for two minutes.
 PAUSES_S = 0.0, 600.0, 1800.0
-EARLY_S = 600.0  # after its start a plain script's errors may be those of a node, or of a disk
+IN_VAIN = (Cause.FAILED, Cause.NODE_LOST, Cause.BAD_NODE)  # causes of a start that has not worked
 
 
 class Refusal(NamedTuple):
@@ -147,13 +146,10 @@ def _refuse_retry(facts: AttemptFacts) -> Refusal | None:
     is_broken = bool(facts.broken_nodes)  # the next attempt is kept off the broken node
     is_of_script = failure and failure.kind in ("exception", "exit", "left") and not is_broken
     with_steps = facts.attempts_with_steps
-    if is_of_script and not with_steps:
-        if not facts.is_plain:
-            return Refusal("it came before the first step, and would come again")
-        started = facts.find_event(Started)  # steps of a plain script are not known
-        if failure and not (started and failure.time > started.time + EARLY_S):
-            minutes = f"{EARLY_S / 60:.0f} minutes"
-            return Refusal(f"it came in the first {minutes}, and would come again")
+    if is_of_script and not facts.worked_attempts:
+        early = f"in the first {EARLY_S / 60:.0f} minutes"
+        time = early if facts.is_plain else "before the first step"
+        return Refusal(f"it came {time}, and would come again")
     if failure and failure.is_of_usage and facts.attempt in with_steps:  # else the node's, maybe
         return Refusal("it is an error of the script, and would come again")
     last = facts.verdicts[-1] if facts.verdicts else None
@@ -210,15 +206,23 @@ def _refuse_second_without_progress(facts: AttemptFacts) -> Refusal | None:
 
 def pause_before_retry(facts: AttemptFacts, cause: Cause) -> float:
     """Return for how many seconds the next attempt is put off after one that ended with `cause`:
-    more and more of `PAUSES_S` where attempts in a row have failed before their first step, in a
-    run that has done steps, and not by a node's fault; else 0. Data that the start needs, say, may
-    be away for longer. Raise as `find_refusal`."""
-    with_steps = facts.attempts_with_steps
-    if cause != Cause.FAILED or facts.broken_nodes or not with_steps:
+    more and more of `PAUSES_S` where starts in a row have come to nothing, and not by a node's
+    fault, in a run of which an earlier start has worked; else 0. Data or a container's image, say,
+    may be away for longer. Where an attempt has failed just before, later than its start, the row
+    begins with it: an outage may begin amid the training. Raise as `find_refusal`."""
+    worked = facts.worked_attempts
+    nodes_to_blame = [*facts.broken_nodes, *facts.lost_nodes, *facts.mute_nodes]
+    if cause == Cause.BAD_NODE and facts.unfit:
+        nodes_to_blame += facts.unfit.bad_nodes
+    if cause not in IN_VAIN or nodes_to_blame or not worked or facts.attempt in worked:
         return 0.0
-    numbers = [facts.attempt, *(v.attempt for v in reversed(facts.verdicts) if v.cause == cause)]
-    count = len(list(takewhile(lambda number: number not in with_steps, numbers)))
-    return PAUSES_S[min(max(count - 1, 0), len(PAUSES_S) - 1)]
+    count = 1
+    for verdict in reversed(facts.verdicts):
+        has_worked = verdict.attempt in worked
+        count += verdict.cause == Cause.FAILED if has_worked else verdict.cause in IN_VAIN
+        if has_worked:
+            break
+    return PAUSES_S[min(count, len(PAUSES_S)) - 1]
 
 
 def too_many_silent(

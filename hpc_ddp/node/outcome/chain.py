@@ -9,6 +9,8 @@ import contextlib
 import math
 import re
 import shlex
+import time
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,14 +29,14 @@ from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.core.run_index import link_job
 from hpc_ddp.node.outcome import first_job
 from hpc_ddp.node.outcome.excluded_nodes import excluded_nodes
-from hpc_ddp.slurm_text import Job
+from hpc_ddp.slurm_text import CANCELLED, OVER, Job
 
 # By these sbatch may send the next job to another cluster than this job's.
 CLUSTERS_OF_SUBMIT = ("SLURM_CLUSTERS", "SBATCH_CLUSTERS")
 TAKEN_AWAY = ("PREEMPTED", "NODE_FAIL", "BOOT_FAIL")  # states of a job that Slurm has ended
 
 
-def own_id(environ: dict[str, str]) -> str:
+def own_id(environ: Mapping[str, str]) -> str:
     """Return the id by which a command of Slurm changes this job and no other one: for a task of an
     array ``ARRAY_INDEX``. The last task's SLURM_JOB_ID is also the id of the whole array: a requeue
     by that id restarts all tasks, those that run and those that have finished. Raises KeyError
@@ -49,7 +51,7 @@ def is_link(run: RunFolder, job: JobRef) -> bool:
     return job.is_among(run.links())
 
 
-def record_late_link(run: RunFolder, job: JobRef, environ: dict[str, str]) -> None:
+def record_late_link(run: RunFolder, job: JobRef, environ: Mapping[str, str]) -> None:
     """Record this job, `job`, as the link of its predecessor (`_predecessor_of`), if that queued
     this job and was killed before its sbatch answered; else do nothing.
 
@@ -75,7 +77,7 @@ def _write_link(run: RunFolder, path: Path, link: dict[str, Any]) -> None:
     run.make_room_for("a chain's next job", partial(write_json, path, link))
 
 
-def _predecessor_of(run: RunFolder, job: JobRef, environ: dict[str, str]) -> str | None:
+def _predecessor_of(run: RunFolder, job: JobRef, environ: Mapping[str, str]) -> str | None:
     """Return the id (of a task ``ARRAY_INDEX``) of the run's job that this job, `job`, has waited
     for by SLURM_JOB_DEPENDENCY; None where there is none, or where the run knows `job` already, as
     it knows each job that a person has submitted. Raises OSError if the run's folder can't be
@@ -135,7 +137,8 @@ def _delete_cancel_mark(folder: RunFolder, job: JobRef, array: JobRef | None) ->
 def _chain_has_ended(run: RunFolder, link: JobRef) -> bool:
     """Return whether the chain has ended with the job before `link`, which could not cancel `link`.
 
-    A job that has ended in its set-up lines ends the chain, unless Slurm ended it (`TAKEN_AWAY`).
+    A job that has begun no attempt, as by a set-up line that fails, ends the chain, unless Slurm
+    ended it (`TAKEN_AWAY`), or its start came to nothing (``vain-jobs.json``).
     A job of the newest attempt ends it by a verdict that gives up or has the cause cancelled, or,
     without a verdict, where Slurm says that the job was cancelled. False without an attempt. Raises
     HpcDdpError as `_end_state`, OSError where the run's folder can't be read.
@@ -143,7 +146,10 @@ def _chain_has_ended(run: RunFolder, link: JobRef) -> bool:
     early = read_json(run.early_links).items()  # with jobs that are still in their set-up lines
     before = next((id for id, job in early if link.is_same(JobRef.parse(str(job)))), None)
     if before:
-        return _end_state(run, before) not in TAKEN_AWAY
+        state = _end_state(run, before)
+        return (
+            state == "CANCELLED" if before in read_json(run.vain_jobs) else state not in TAKEN_AWAY
+        )
     attempts = run.attempts()
     if not attempts:
         return False
@@ -175,7 +181,38 @@ def _end_state(run: RunFolder, job_id: str) -> str:
             ) from None
 
 
-def queue_next_early(run: RunFolder, environ: dict[str, str]) -> None:
+def early_end_of(link: JobRef, give_up: float) -> str:
+    """Return the state in which a chain's next job (`link`) has ended before its turn: Slurm's,
+    where COMPLETING counts as ended, and PREEMPTED does not. '' where the job has not ended, or
+    where Slurm gives no answer until `give_up`, a time of ``time.monotonic()``.
+
+    The state is CANCELLED for each job that is cancelled (`Job.is_cancelled`: also DEADLINE,
+    REVOKED, and by the controller COMPLETING without a reason), and for one that the controller
+    does not know, and the accounting does not know either, or can't be asked.
+    """
+    try:
+        job = slurm.show_job(link.id, give_up)
+    except slurm.NoAnswerError:
+        return ""
+    except HpcDdpError:
+        with contextlib.suppress(HpcDdpError):
+            state = slurm.find_record(link).state.partition(" ")[0]  # CANCELLED by 1000
+            return _ended(state)
+        return "CANCELLED"
+    if job.is_cancelled:
+        return "CANCELLED"
+    return _ended(job.state)
+
+
+def _ended(state: str) -> str:
+    """Return a state in which a job has ended, '' for another one; CANCELLED for each of these that
+    means so."""
+    if state in CANCELLED:
+        return "CANCELLED"
+    return state if state in (*OVER, "COMPLETING") else ""
+
+
+def queue_next_early(run: RunFolder, environ: Mapping[str, str]) -> None:
     """Queue the chain's next job before this job's set-up lines run, and note it in
     ``early-links.json``: a preemption in the set-up lines would end this job.
 
@@ -189,7 +226,7 @@ def queue_next_early(run: RunFolder, environ: dict[str, str]) -> None:
         _write_link(run, run.early_links, early)
 
 
-def cancel_next_early(run: RunFolder, environ: dict[str, str]) -> None:
+def cancel_next_early(run: RunFolder, environ: Mapping[str, str]) -> None:
     """Cancel the next job that `queue_next_early` has queued, if there is one, and remove it from
     ``early-links.json``: this job is not to start.
 
@@ -205,7 +242,7 @@ def cancel_next_early(run: RunFolder, environ: dict[str, str]) -> None:
             slurm.cancel([JobRef.parse(link).id])
 
 
-def end_by_setup(run: RunFolder, environ: dict[str, str], job: Job | None) -> None:
+def end_by_setup(run: RunFolder, environ: Mapping[str, str], job: Job | None) -> None:
     """Print that a set-up line has ended the job with code 0, and cancel the next job that
     `queue_next_early` has queued; do nothing where Slurm ends the job, whose batch shell then has
     the code of the command before. `job` is Slurm's record of it; None, without an answer, may be
@@ -216,10 +253,10 @@ def end_by_setup(run: RunFolder, environ: dict[str, str], job: Job | None) -> No
 
 
 def queue_next_link(
-    run: RunFolder, attempt: AttemptFolder, environ: dict[str, str], give_up: float | None = None
+    run: RunFolder, attempt: AttemptFolder, environ: Mapping[str, str], give_up: float | None = None
 ) -> JobRef | None:
     """Queue the chain's next job, unless `queue_next_early` has queued it; return that job. Write
-    its id into the attempt's ``next.json``; delete ``early-links.json`` in any case.
+    its id into the attempt's ``next.json``.
 
     Each job of a chain calls this at its start, since it may be killed at its end. A job calls it
     at its end where Slurm has refused its requeue, or its chain has no next job. None where Slurm
@@ -231,12 +268,44 @@ def queue_next_link(
     link = JobRef.parse(queued) if queued else _queue_link(run, environ, give_up)
     if link:
         _write_link(run, attempt.path / "next.json", {"job_id": str(link)})
-    run.early_links.unlink(missing_ok=True)
     return link
 
 
+def record_vain_job(run: RunFolder, environ: Mapping[str, str]) -> None:
+    """Record in ``vain-jobs.json`` that the start of this job has come to nothing by no fault of
+    its run, so that the next job, which finds this one ended before an attempt, goes on. Raises
+    OSError if the file can't be read or written, KeyError outside of a job."""
+    jobs = {**read_json(run.vain_jobs), environ["SLURM_JOB_ID"]: time.time()}
+    _write_link(run, run.vain_jobs, jobs)
+
+
+def queue_link_in_vain(
+    run: RunFolder, environ: Mapping[str, str], give_up: float | None = None
+) -> JobRef | None:
+    """Queue a job that continues the run of this job, whose start has come to nothing; return the
+    new job, noted in ``early-links.json``. None where Slurm refuses it, as `queue_next_link`.
+
+    This job is recorded first (`record_vain_job`): where the disk refuses that, OSError is raised,
+    and nothing is queued, since nothing would bound the number of such jobs.
+    """
+    record_vain_job(run, environ)
+    link = _queue_link(run, environ, give_up)
+    if link:
+        early = {**read_json(run.early_links), environ["SLURM_JOB_ID"]: str(link)}
+        with contextlib.suppress(OSError):  # the new job notes itself (`record_late_link`)
+            _write_link(run, run.early_links, early)
+    return link
+
+
+def forget_early_links(run: RunFolder) -> None:
+    """Delete the records of jobs that have begun no attempt, now that one has begun. Raise OSError
+    where the disk refuses."""
+    run.early_links.unlink(missing_ok=True)
+    run.vain_jobs.unlink(missing_ok=True)
+
+
 def _queue_link(
-    run: RunFolder, environ: dict[str, str], give_up: float | None = None
+    run: RunFolder, environ: Mapping[str, str], give_up: float | None = None
 ) -> JobRef | None:
     """Submit the job's script (`job_folder`) once more, on this job's cluster and off blamed nodes;
     return the new job, which starts after this one has ended. In a task of an array the new job has
@@ -277,7 +346,7 @@ def _queue_link(
 
 def _options_of_next(
     run: RunFolder,
-    environ: dict[str, str],
+    environ: Mapping[str, str],
     script_options: dict[str, str],
     give_up: float | None,
 ) -> list[str]:
@@ -299,6 +368,6 @@ def _options_of_next(
     return options
 
 
-def command_to_go_on(environ: dict[str, str]) -> str:
+def command_to_go_on(environ: Mapping[str, str]) -> str:
     """Return the command by which the user continues the run of this job."""
     return f"hpc-ddp submit --run {shlex.quote(environ.get('HPC_DDP_RUN', 'RUN'))}"

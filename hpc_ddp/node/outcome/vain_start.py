@@ -1,4 +1,4 @@
-"""The requeue of a job whose start came to nothing: the disk refused it, or Slurm ended its set-up.
+"""Starts that came to nothing: the disk refused them, or Slurm ended their set-up lines.
 
 There is no attempt to judge then. The bound is `max_failures`, as for the starts of a node.
 """
@@ -7,85 +7,77 @@ from __future__ import annotations
 
 import math
 
-from hpc_ddp import slurm
 from hpc_ddp.core.attempt_env import INTERACTIVE
 from hpc_ddp.core.console.terminal import answer, say
 from hpc_ddp.core.errors import CAN_GO_ON, HpcDdpError
 from hpc_ddp.core.file_io import read_json
 from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.job.task_folder import run_of_job
-from hpc_ddp.node.outcome.chain import command_to_go_on, own_id
-from hpc_ddp.node.outcome.requeue import (
-    MAY_BE_REQUEUED,
-    ask_about_job,
-    is_over,
-    noted_restarts,
-    prepare_next_start,
-)
+from hpc_ddp.core.run_folder import RunFolder
+from hpc_ddp.node.outcome.chain import command_to_go_on, record_vain_job
+from hpc_ddp.node.outcome.next_start import EndedStart, go_on
+from hpc_ddp.node.outcome.requeue import noted_restarts
 
 
 def end_for_disk(call: str, environ: dict[str, str], error: OSError) -> int:
     """Print that the disk has refused a call of the batch script by `error`, and how the run goes
-    on; return the exit code. After ``begin`` and ``verdict`` the job is requeued (`_start_again`):
-    the code is then 0, and the batch shell ends. Else it is `CAN_GO_ON`."""
+    on; return the exit code. After ``begin`` and ``verdict`` the run goes on by itself
+    (`_start_again`): the code is then 0, and the batch shell ends. Else it is `CAN_GO_ON`."""
     say(f"the run's folder can't be used: {error}")
-    if call in ("begin", "verdict") and _start_again(environ):
-        if call == "begin":
-            answer("exit 0")
-        return 0
+    if call not in ("begin", "verdict"):
+        say(f"once it can: {command_to_go_on(environ)}")
+        return CAN_GO_ON
+    code = _start_again(environ)
+    if call == "begin" and code == 0:
+        answer("exit 0")
+    return code
+
+
+def go_on_after_cut_off_setup(environ: dict[str, str]) -> None:
+    """Have the run go on after set-up lines that Slurm ends, at the time limit or by a preemption
+    where PreemptMode is CANCEL (`_start_again`), and print that; not after a scancel."""
+    say("Slurm ends the job in its set-up lines")
+    _start_again(environ)
+
+
+def _start_again(environ: dict[str, str]) -> int:
+    """Have the run go on (`go_on`) after a start or verdict that has come to nothing by no fault of
+    the run. Return 0 if it does, else `CAN_GO_ON`, with the command for the user printed: in an
+    allocation, after more than ``max_failures`` starts in vain in a row, where a bound permits no
+    start, or where job.json or the run's folder can't be used."""
+    try:
+        if INTERACTIVE not in environ:
+            run = run_of_job(environ)
+            spec = JobSpec.from_json(run.job_json.read_bytes())
+            start, vain_starts = _this_start(run, spec, environ)
+            limit = math.inf if spec.max_requeues is None else spec.max_requeues
+            if start.restarts < min(run.most_requeues, limit) and vain_starts <= spec.max_failures:
+                if start.link:
+                    record_vain_job(run, environ)  # else the link takes this job for failed
+                code = go_on(start)
+                if code == 0:
+                    say(
+                        f"starts that came to nothing: {vain_starts} of at most {spec.max_failures}"
+                    )
+                return code
+            say(
+                f"the job was requeued {start.restarts} times, {vain_starts} starts came to nothing"
+            )
+    except (OSError, HpcDdpError) as error:
+        say(str(error))
     say(f"once it can: {command_to_go_on(environ)}")
     return CAN_GO_ON
 
 
-def requeue_cut_off_setup(environ: dict[str, str]) -> None:
-    """Requeue a job whose set-up lines Slurm ends, at the time limit or by a preemption where
-    PreemptMode is CANCEL, and print that (`_start_again`); do nothing in a chain whose next job
-    waits already. Raises OSError if that can't be read."""
-    if read_json(run_of_job(environ).early_links).get(environ["SLURM_JOB_ID"]):
-        return
-    if _start_again(environ):
-        say("the set-up lines were not done: the job's time was over")
-    else:
-        say(f"its set-up lines were ended; to go on: {command_to_go_on(environ)}")
-
-
-def _start_again(environ: dict[str, str]) -> bool:
-    """Requeue the job, whose start or verdict has come to nothing by no fault of its run; print
-    that, and return True. False where the job or its run is over, or was cancelled or started anew,
-    after ``max_failures`` starts in vain in a row, where a bound permits no requeue, in an
-    allocation, and where Slurm refuses it or job.json can't be read. Bounds and refusals are
-    printed."""
-    restarts = noted_restarts(environ)
-    job = None if INTERACTIVE in environ else ask_about_job(own_id(environ))
-    if job is None or job.restarts != restarts or is_over(job):
-        return False
-    try:
-        run = run_of_job(environ)
-        spec = JobSpec.from_json(run.job_json.read_bytes())
-        job_id, attempts = environ["SLURM_JOB_ID"], run.attempts()
-        starts = [a.info["restarts"] for a in attempts if a.info.get("job_id") == job_id]
-        vain_starts = restarts - max(starts, default=-1)  # since the job's newest attempt
-        most = min(run.most_requeues, math.inf if spec.max_requeues is None else spec.max_requeues)
-        if run.cancelled.exists():
-            return False
-        if restarts >= most or vain_starts > spec.max_failures:
-            say(f"the job was requeued {restarts} times, {vain_starts} starts came to nothing")
-            return False
-        _requeue(own_id(environ))
-        prepare_next_start(run, spec, own_id(environ), job, None, 0.0)
-    except (OSError, HpcDdpError) as error:
-        say(str(error))
-        return False
-    say("it is started again")
-    return True
-
-
-def _requeue(job_id: str) -> None:
-    """Requeue a job, also one of a chain, or of a site that does not requeue by default; a first
-    refusal is printed. Raise HpcDdpError where Slurm refuses it again."""
-    try:
-        slurm.requeue(job_id)
-    except HpcDdpError as error:
-        say(error.message)
-        slurm.update_job(job_id, MAY_BE_REQUEUED)
-        slurm.requeue(job_id)
+def _this_start(run: RunFolder, spec: JobSpec, environ: dict[str, str]) -> tuple[EndedStart, int]:
+    """Return this start of the job, and how many starts of the run have come to nothing since its
+    newest attempt, this one included if it has begun none. Raises OSError where the run's folder
+    can't be read."""
+    job_id, attempts, restarts = environ["SLURM_JOB_ID"], run.attempts(), noted_restarts(environ)
+    of_job = [attempt for attempt in attempts if attempt.info.get("job_id") == job_id]
+    last_start = max((attempt.info["restarts"] for attempt in of_job), default=-1)
+    earlier_jobs = [id for id in read_json(run.vain_jobs) if id != job_id]
+    newest = attempts[-1] if attempts else None
+    attempt = newest if newest in of_job and last_start == restarts else None
+    start = EndedStart(run, spec, environ, restarts, newest.number if newest else -1, attempt)
+    return start, restarts - last_start + len(earlier_jobs)

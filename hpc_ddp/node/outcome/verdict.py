@@ -60,8 +60,8 @@ def decide(facts: AttemptFacts) -> Verdict:
     """Return the verdict that follows from the facts. Its action is as in the module's table: none,
     a requeue while no bound forbids it (`find_refusal`), or else to give up, with an exit code that
     is not 0. A script that left its loop early is given up in any case. So is a run whose preflight
-    would fail on other nodes, too: its cause is then `FAILED`, not `BAD_NODE`. Raise KeyError or
-    TypeError for a damaged record."""
+    would fail on other nodes, too, and of which no start has worked: its cause is then `FAILED`,
+    not `BAD_NODE`. Raise KeyError or TypeError for a damaged record."""
     cause = _cause(facts)
     if cause in (Cause.FINISHED, Cause.SUPERSEDED):
         why = f"Slurm has lost {', '.join(facts.lost_nodes)}" if facts.lost_nodes else ""
@@ -69,7 +69,8 @@ def decide(facts: AttemptFacts) -> Verdict:
     if cause == Cause.CANCELLED:
         return Verdict(cause, Action.NONE, "by the user", CANCELLED_CODE)
     why, kind = _describe(facts, cause)
-    has_hopeless_nodes = cause == Cause.BAD_NODE and facts.unfit and facts.unfit.hopeless
+    is_hopeless = cause == Cause.BAD_NODE and facts.unfit and facts.unfit.hopeless
+    has_hopeless_nodes = is_hopeless and not facts.worked_attempts  # else what it lacks comes back
     if kind == EndKind.EARLY_EXIT or has_hopeless_nodes:
         return Verdict(Cause.FAILED, Action.GIVE_UP, why, 1, kind)
     refusal = find_refusal(facts, cause)

@@ -8,13 +8,16 @@ from typing import Any
 
 import pytest
 
+from hpc_ddp import slurm
 from hpc_ddp.core import file_io, run_folder
 from hpc_ddp.core.errors import CAN_GO_ON
-from hpc_ddp.core.file_io import write_json
+from hpc_ddp.core.file_io import read_json, write_json
 from hpc_ddp.core.job.attempt_folder import AttemptFolder
+from hpc_ddp.core.job.job_ref import JobRef
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node import batch
-from unit.fakes import Clock, Slurm, stop_clock
+from hpc_ddp.node.outcome import chain
+from unit.fakes import Clock, Slurm, raise_disk_full, stop_clock
 from unit.node.batch.fakes import answer_scontrol, job_environ, show_job, write_spec
 
 
@@ -77,7 +80,6 @@ REFUSED = "the run's folder can't be used: [Errno 122] Disk quota exceeded"
         (9, 8, {}, True),
         (1, 1, {"max_requeues": 1}, False),
         (0, 0, {"max_failures": 0}, False),
-        (0, 0, {"continue_by": "resubmit"}, True),
         (0, 0, {"time": "60", "time_min": "20"}, True),
     ],
 )
@@ -105,28 +107,118 @@ def test_a_disk_without_room_is_waited_for_in_the_queue(
     assert changes == ([["requeue", "7"], *limit] if is_requeued else [])
     assert code == (0 if is_requeued else CAN_GO_ON)
     assert ("exit 0" in capsys.readouterr().out) is is_requeued
-    vain_starts = restarts + 1 - attempts
-    bound = f"the job was requeued {restarts} times, {vain_starts} starts came to nothing"
+    count = restarts + 1 - attempts
+    bound = f"the job was requeued {restarts} times, {count} starts came to nothing"
     refusal = [bound, f"once it can: hpc-ddp submit --run {run.path}"]
-    assert printed == [REFUSED, *(["it is started again"] if is_requeued else refusal)]
+    again = f"starts that came to nothing: {count} of at most 3"
+    assert printed == [REFUSED, *([again] if is_requeued else refusal)]
 
 
-def test_a_refused_requeue_is_allowed_first(
-    controller: Slurm, run: RunFolder, printed: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As of a chain's job, or on a site with JobRequeue=0."""
+def _refuse_requeue(controller: Slurm) -> None:
+    """Let Slurm refuse each requeue, and take a new job, 8."""
     shown = controller.folder / "shown-job"
     shown.write_text(show_job())
-    refuse = f"[ $1 = requeue ] && ! [ -e {run.path}/allowed ] && echo disabled >&2 && exit 1"
-    controller.answer_by(
-        "scontrol", f"{refuse}; [ $1 = update ] && touch {run.path}/allowed; cat {shown}"
-    )
+    refusal = "[ $1 = requeue ] && echo disabled >&2 && exit 1"
+    nodes = "[ $2 = hostnames ] && printf 'n1\\nn2\\n' && exit"
+    controller.answer_by("scontrol", f"{refusal}; {nodes}; cat {shown}")
+    controller.answer("sbatch", "8")
+
+
+@pytest.mark.parametrize("cause", ["cut-off", "begin"])
+def test_where_a_requeue_is_refused_a_new_job_goes_on(
+    controller: Slurm,
+    run: RunFolder,
+    printed: list[str],
+    patience: Clock,
+    monkeypatch: pytest.MonkeyPatch,
+    cause: str,
+) -> None:
+    run.script.touch()
+    _refuse_requeue(controller)
+    with monkeypatch.context() as full:
+        _fill_disk(full, run)
+        for name, value in job_environ(run).items():
+            full.setenv(name, value)
+        assert batch.main([cause]) == 0
+    assert printed[-3:] == [
+        "scontrol refused: disabled",
+        "it goes on as job 8",
+        "starts that came to nothing: 1 of at most 3",
+    ]
+    (words,) = controller.calls("sbatch")
+    assert words == ["--parsable", "--dependency=afterany:7", str(run.script)]
+    assert (read_json(run.early_links), [*read_json(run.vain_jobs)]) == ({"7": "8"}, ["7"])
+    # The new job finds that the job before it has ended, with 0, before an attempt.
+    answer_scontrol(controller, show_job("COMPLETED"))
+    waited_for = {"SLURM_JOB_DEPENDENCY": "afterany:7"}
+    assert _begin(monkeypatch, run, SLURM_JOB_ID="8", **waited_for) == 0
+    assert run.attempt(0).info["job_id"] == "8"
+    assert not run.vain_jobs.exists()
+    assert not run.early_links.exists()
+
+
+def test_starts_in_vain_are_counted_over_jobs(
+    controller: Slurm, run: RunFolder, printed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _refuse_requeue(controller)
+    write_json(run.vain_jobs, {"4": 0.0, "5": 0.0, "6": 0.0})
     for name, value in job_environ(run).items():
         monkeypatch.setenv(name, value)
     assert batch.main(["cut-off"]) == 0
-    changes = [words for words in controller.calls("scontrol") if words[0] != "show"]
-    assert changes == [["requeue", "7"], ["update", "JobId=7", "Requeue=1"], ["requeue", "7"]]
-    assert printed[:2] == ["scontrol refused: disabled", "it is started again"]
+    assert printed[1:] == [
+        "the job was requeued 0 times, 4 starts came to nothing",
+        f"once it can: hpc-ddp submit --run {run.path}",
+    ]
+    assert controller.calls("sbatch") == []
+
+
+def test_no_new_job_is_queued_that_nothing_would_bound(
+    controller: Slurm, run: RunFolder, printed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _refuse_requeue(controller)
+    monkeypatch.setattr(chain, "write_json", raise_disk_full)
+    for name, value in job_environ(run).items():
+        monkeypatch.setenv(name, value)
+    assert batch.main(["cut-off"]) == 0
+    assert controller.calls("sbatch") == []
+    assert printed[-1] == f"once it can: hpc-ddp submit --run {run.path}"
+
+
+@pytest.mark.parametrize("state", ["PENDING", "CANCELLED", "FAILED"])
+@pytest.mark.parametrize("cause", ["cut-off", "begin"])
+def test_a_chains_next_job_goes_on_after_a_start_in_vain(
+    controller: Slurm,
+    run: RunFolder,
+    printed: list[str],
+    patience: Clock,
+    monkeypatch: pytest.MonkeyPatch,
+    cause: str,
+    state: str,
+) -> None:
+    write_spec(run, continue_by="resubmit")
+    run.script.touch()
+    controller.answer("sbatch", "9")
+    other, own = (controller.folder / name for name in ("shown-8", "shown-7"))
+    other.write_text(show_job(state))
+    own.write_text(show_job())
+    nodes = "[ $2 = hostnames ] && printf 'n1\\nn2\\n' && exit"
+    slurm.show_job("7")  # takes the first answer, that of `controller`
+    controller.answer_by("scontrol", f"{nodes}; [ $3 = 8 ] && cat {other} || cat {own}")
+    write_json(run.early_links, {"7": "8"})
+    _fill_disk(monkeypatch, run)
+    for name, value in job_environ(run).items():
+        monkeypatch.setenv(name, value)
+    is_cancelled = state == "CANCELLED"
+    code = batch.main([cause])
+    assert code == (CAN_GO_ON if is_cancelled and cause == "begin" else 0)
+    assert len(controller.calls("sbatch")) == (state == "FAILED")
+    assert [*read_json(run.vain_jobs)] == ["7"]
+    assert read_json(run.early_links) == {"7": "9" if state == "FAILED" else "8"}
+    # The next job starts although this one has begun no attempt, but not after a scancel.
+    for end in ("COMPLETED", "TIMEOUT", "CANCELLED"):
+        own.write_text(show_job(end))
+        next_job = JobRef(read_json(run.early_links)["7"])
+        assert chain._chain_has_ended(run, next_job) is (end == "CANCELLED")
 
 
 @pytest.mark.parametrize(
@@ -140,7 +232,7 @@ def test_a_refused_requeue_is_allowed_first(
             {"max_failures": 0},
             False,
         ),
-        (show_job("RUNNING"), {"continue_by": "resubmit"}, True),  # its next job was refused
+        (show_job("RUNNING"), {"continue_by": "resubmit"}, True),  # its next job is refused
     ],
 )
 def test_set_up_lines_that_are_cut_off_are_run_again(
@@ -156,13 +248,9 @@ def test_set_up_lines_that_are_cut_off_are_run_again(
     answer_scontrol(controller, record)
     for name, value in job_environ(run).items():
         monkeypatch.setenv(name, value)
-    write_json(run.early_links, {"7": "8"})
-    assert batch.main(["cut-off"]) == 0
-    assert ["requeue", "7"] not in controller.calls("scontrol")  # a chain's next job waits
-    run.early_links.unlink()
     assert batch.main(["cut-off"]) == 0
     assert (["requeue", "7"] in controller.calls("scontrol")) is is_requeued
-    assert ("it is started again" in printed) is is_requeued
+    assert printed[0] == "Slurm ends the job in its set-up lines"
 
 
 @pytest.mark.parametrize("reason", ["cancelled", "ended", "started anew", "interactive"])
@@ -190,6 +278,12 @@ def test_a_job_that_is_over_is_not_requeued_for_its_disk(
         monkeypatch.setattr(RunFolder, "_make_attempt", cancel)
     answer_scontrol(controller, show_job(state, restarts))
     values = {"HPC_DDP_INTERACTIVE": "7"} if reason == "interactive" else {}
-    assert _begin(monkeypatch, run, **values) == CAN_GO_ON
+    assert _begin(monkeypatch, run, **values) == (0 if reason == "started anew" else CAN_GO_ON)
     assert ["requeue", "7"] not in controller.calls("scontrol")
-    assert printed[-1] == f"once it can: hpc-ddp submit --run {run.path}"
+    line = {
+        "cancelled": "the run was cancelled: not requeued",
+        "ended": "the job is COMPLETING by now: not requeued",
+        "started anew": "job 7 was started again, or its run goes on elsewhere: left alone",
+        "interactive": f"once it can: hpc-ddp submit --run {run.path}",
+    }[reason]
+    assert line in printed

@@ -14,7 +14,7 @@ from hpc_ddp.core.job.job_ref import JobRef
 from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.journal.enums import Action, Cause
 from hpc_ddp.core.run_folder import RunFolder
-from hpc_ddp.node.outcome import requeue
+from hpc_ddp.node.outcome import next_start, requeue
 from hpc_ddp.node.outcome.attempt_facts import AttemptFacts
 from hpc_ddp.node.outcome.chain import admit_job, is_link
 from hpc_ddp.node.outcome.gather_facts import since_submit
@@ -62,13 +62,13 @@ def test_only_what_is_cancelled_is_called_so(state: str, reason: str, cause: Cau
 def test_a_suspended_job_is_asked_for_until_it_runs(
     slurm_commands: Slurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock = stop_clock(monkeypatch, requeue)
+    clock = stop_clock(monkeypatch, next_start, requeue)
     for state in ("SUSPENDED", "SUSPENDED", "CONFIGURING", "RUNNING"):
         slurm_commands.answer("scontrol", f"   JobState={state} Reason=None\n")
     job = await_settled_job("7")
     assert job
     assert job.state == "RUNNING"
-    assert clock.slept == [requeue.PAUSE_S] * 3
+    assert clock.slept == [next_start.PAUSE_S] * 3
 
 
 def test_a_submit_whose_job_waits_does_not_hide_the_attempt_that_runs() -> None:

@@ -12,7 +12,8 @@ from hpc_ddp.core.errors import EARLY_EXIT, HIDDEN_EXIT
 from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.journal.enums import Action, Bound, Cause, EndKind
 from hpc_ddp.core.journal.events import JournalEvent
-from hpc_ddp.node.outcome.bounds import EARLY_S, too_many_silent
+from hpc_ddp.node.outcome.attempt_facts import EARLY_S
+from hpc_ddp.node.outcome.bounds import too_many_silent
 from hpc_ddp.node.outcome.verdict import Verdict, decide
 from hpc_ddp.slurm_text import Job
 from tests.raw_events import changed
@@ -502,6 +503,36 @@ def test_a_start_that_has_worked_before_is_tried_again(
     again = [*events[:5], event_of("first_step", 2, step=201)]
     verdict = decide_by(records=failed_records(error="", code=-9), attempt=2, events=again)
     assert (verdict.action, verdict.pause_s) == ("requeue", 0.0)
+
+
+@pytest.mark.parametrize("first", ["preempted", "failed"])
+@pytest.mark.parametrize("kind", ["silent", "unfit", "hopeless", "error", "plain"])
+def test_whatever_a_start_lacks_may_come_back(kind: str, first: str) -> None:
+    """A container's image was away for 8 minutes; an outage began amid the training."""
+    started = replace(event_of("started", 0, host="n1"), time=0.0)
+    end = event_of("verdict", 0, cause=first, progress=True, step=200)
+    steps = [event_of("first_step", 0, step=1), event_of("checkpoint", 0, step=200)]
+    events = [started, *([] if kind == "plain" else steps), replace(end, time=EARLY_S + 1.0)]
+    records: tuple[dict[str, Any], ...] = failed_records(error="OSError: no image")
+    cause = "failed"
+    if kind in ("silent", "unfit", "hopeless"):
+        records, cause = (), "node lost" if kind == "silent" else "bad node"
+    pauses_s = []
+    for attempt in range(1, 6):
+        events.append(replace(event_of("started", attempt, host="n1"), time=1000.0 * attempt))
+        if kind in ("unfit", "hopeless"):
+            values = {"bad_nodes": [], "hopeless": kind == "hopeless", "why": "no disk"}
+            events.append(event_of("preflight", attempt, ok=False, **values))
+        decided = failed_records(error="OSError: no image", time=1000.0 * attempt + 1.0)
+        verdict = decide_by(records=records and decided, attempt=attempt, events=events)
+        if verdict.action != Action.REQUEUE:
+            break
+        assert verdict.cause == cause
+        pauses_s.append(verdict.pause_s)
+        events.append(event_of("verdict", attempt, cause=cause, progress=False, step=None))
+    is_counted = first == "failed" and cause == "failed"  # as one of the failures
+    expected = [600.0, 1800.0] if first == "failed" else [0.0, 600.0, 1800.0]
+    assert pauses_s == expected + [1800.0] * (first == "failed" and not is_counted)
 
 
 def test_an_error_at_the_step_of_the_checkpoint_is_not_retried() -> None:

@@ -12,7 +12,7 @@ from hpc_ddp.core.file_io import write_json
 from hpc_ddp.core.job.job_ref import JobRef
 from hpc_ddp.core.journal.enums import Action, Cause
 from hpc_ddp.core.run_folder import RunFolder
-from hpc_ddp.node.outcome import first_job, requeue
+from hpc_ddp.node.outcome import first_job, next_start
 from hpc_ddp.node.outcome.chain import queue_next_link
 from hpc_ddp.node.outcome.verdict import Verdict
 from tests.raw_events import raw
@@ -189,7 +189,7 @@ def test_a_chain_whose_next_job_is_refused_goes_on_by_a_requeue(
     assert end(continue_by="resubmit") == 0
     assert changes_of(slurm_commands) == [["update", "JobId=7", "Requeue=1"], ["requeue", "7"]]
     assert len(slurm_commands.calls("sbatch")) == 1 + is_lifted
-    assert clock.slept == [*requeue.REFUSED_PAUSES_S[:is_lifted]]
+    assert clock.slept == [*next_start.REFUSED_PAUSES_S[:is_lifted]]
     assert (printed[-1] == "it goes on as job 8") is is_lifted
 
 
@@ -200,7 +200,7 @@ def test_a_chain_whose_next_job_and_requeue_are_refused_is_left_to_the_user(
     refusal = "case $1 in update) echo Access denied >&2; exit 1;; esac; "
     slurm_commands.answer_by("scontrol", refusal + RUNNING)
     assert end(continue_by="resubmit") == 75
-    assert clock.slept == [*requeue.REFUSED_PAUSES_S]
+    assert clock.slept == [*next_start.REFUSED_PAUSES_S]
     assert "could not be requeued" in printed[-1]
 
 
@@ -222,17 +222,18 @@ def test_a_link_that_can_not_be_cancelled_will_find_the_verdict(
     assert printed == ["scancel refused: Access denied"]
 
 
-@pytest.mark.parametrize("lost", [(), ("n2",)])
+@pytest.mark.parametrize("is_blamed", [True, False])
 def test_a_waiting_link_is_kept_off_a_lost_node(
-    slurm_commands: Slurm, end: Callable[..., int], run: RunFolder, lost: tuple[str, ...]
+    slurm_commands: Slurm, end: Callable[..., int], run: RunFolder, is_blamed: bool
 ) -> None:
     write_json(run.attempt(0).path / "next.json", {"job_id": "8"})
-    blame_nodes(run, "n2")
+    if is_blamed:
+        blame_nodes(run, "n2")
     slurm_commands.answer("sbatch")
     slurm_commands.answer("scontrol", SHOWN_JOB.format("PENDING", 0))
-    assert end(lost=lost, continue_by="resubmit") == 0
+    assert end(continue_by="resubmit") == 0
     update = ["update", "JobId=8", "ExcNodeList=n2"]
-    assert changes_of(slurm_commands) == ([update] if lost else [])
+    assert changes_of(slurm_commands) == ([update] if is_blamed else [])
 
 
 def test_the_next_link_of_a_task_is_that_task(

@@ -9,7 +9,7 @@ import pytest
 from hpc_ddp.core.file_io import read_json, write_json
 from hpc_ddp.core.journal.enums import Action, Cause
 from hpc_ddp.core.run_folder import RunFolder
-from hpc_ddp.node.outcome import requeue
+from hpc_ddp.node.outcome import next_start
 from hpc_ddp.node.outcome.excluded_nodes import KEPT_OFF_S
 from hpc_ddp.node.outcome.verdict import Verdict
 from unit.fakes import Clock, Slurm
@@ -118,10 +118,24 @@ def test_an_allocation_is_left_to_its_owner(
 @pytest.mark.parametrize(
     ("state", "restarts", "wanted", "newest", "code", "words"),
     [
-        ("RUNNING", 3, True, True, 0, "attempt 0 is no longer the job's current one: left alone"),
-        ("RUNNING", 2, True, False, 0, "attempt 0 is no longer the job's current one: left alone"),
+        (
+            "RUNNING",
+            3,
+            True,
+            True,
+            0,
+            "job 7 was started again, or its run goes on elsewhere: left alone",
+        ),
+        (
+            "RUNNING",
+            2,
+            True,
+            False,
+            0,
+            "job 7 was started again, or its run goes on elsewhere: left alone",
+        ),
         ("PENDING", 2, True, True, 75, "the job is PENDING by now: not requeued"),
-        ("RUNNING", 2, False, True, 75, "the job is RUNNING by now: not requeued"),
+        ("RUNNING", 2, False, True, 75, "the run was cancelled: not requeued"),
     ],
 )
 def test_another_start_of_the_job_is_left_alone(
@@ -169,7 +183,7 @@ def test_a_controller_that_refuses_to_tell_is_asked_again(
         slurm_commands.answer("scontrol", err="Access denied", code=1)
     slurm_commands.answer("scontrol", SHOWN_JOB.format("RUNNING", 2))
     assert end() == 0
-    assert clock.slept == [requeue.PAUSE_S]
+    assert clock.slept == [next_start.PAUSE_S]
     assert changes_of(slurm_commands) == [["requeue", "7"]]
 
 
@@ -199,7 +213,7 @@ def test_a_requeue_without_an_answer_is_tried_again(
     slurm_commands.answer("scontrol")
     assert end() == 0
     assert printed == ["scontrol got no answer: Socket timed out; trying again"]
-    assert clock.slept == [requeue.PAUSE_S]
+    assert clock.slept == [next_start.PAUSE_S]
     assert len(changes_of(slurm_commands)) == 2
 
 
@@ -222,14 +236,14 @@ def test_a_requeue_is_given_up_after_a_while(
     printed: list[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(requeue, "REQUEUE_TRIES", 4)
+    monkeypatch.setattr(next_start, "REQUEUE_TRIES", 4)
     slurm_commands.answer_by(
         "scontrol",
         f"[ $1 = show ] && printf '{SHOWN_JOB.format('RUNNING', 2)}' || "
         "{ echo Socket timed out >&2; exit 1; }",
     )
     assert end() == 75
-    assert clock.slept == [requeue.PAUSE_S] * 4
+    assert clock.slept == [next_start.PAUSE_S] * 4
     assert "could not be requeued; go on with: hpc-ddp submit --run '" in printed[-1]
 
 
@@ -273,7 +287,7 @@ def test_a_requeue_and_a_new_job_that_were_refused_are_tried_again(
     slurm_commands.answer("scontrol", "")
     slurm_commands.answer("sbatch", err="Unspecified error", code=1)
     assert end() == 0
-    assert clock.slept == [*requeue.REFUSED_PAUSES_S[:1]]
+    assert clock.slept == [*next_start.REFUSED_PAUSES_S[:1]]
     assert len(printed) == 2
 
 
@@ -287,13 +301,13 @@ def test_a_refused_requeue_submits_a_new_job(
     code: int,
     ended: int,
 ) -> None:
-    for _ in range(1 + len(requeue.REFUSED_PAUSES_S) if code else 1):
+    for _ in range(1 + len(next_start.REFUSED_PAUSES_S) if code else 1):
         slurm_commands.answer("scontrol", SHOWN_JOB.format("RUNNING", 2))
         slurm_commands.answer("scontrol", err="Requested operation is disabled", code=1)
         slurm_commands.answer("scontrol", SHOWN_JOB.format("RUNNING", 2))
     slurm_commands.answer("sbatch", "" if code else "8\n", code=code)
     assert end(Verdict(Cause.FAILED, Action.REQUEUE, "", pause_s=600.0)) == ended
-    assert clock.slept == ([*requeue.REFUSED_PAUSES_S] if code else [])
+    assert clock.slept == ([*next_start.REFUSED_PAUSES_S] if code else [])
     assert printed[0] == "scontrol refused: Requested operation is disabled"
     if ended:
         assert "the next job of the chain could not be queued: " in printed[1]
@@ -306,7 +320,7 @@ def test_a_refused_requeue_submits_a_new_job(
 @pytest.mark.parametrize(
     ("state", "restarts", "words"),
     [
-        ("COMPLETING", 3, "attempt 0 is no longer the job's current one: left alone"),
+        ("COMPLETING", 3, "job 7 was started again, or its run goes on elsewhere: left alone"),
         ("PENDING", 2, "the job is PENDING by now: not requeued"),
         ("COMPLETING", 2, "the job is COMPLETING by now: not requeued"),
     ],
