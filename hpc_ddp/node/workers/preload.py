@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib.metadata import entry_points
-from typing import Any
+from typing import Any, ClassVar
 
 from hpc_ddp.core.job.variables import OF_A_RANK
 from hpc_ddp.node.workers.script_imports import ScriptImports, UnfitError
@@ -172,11 +172,34 @@ def name_of_plugin(environ: Mapping[str, str]) -> str:
     return next((plugin.name for plugin in entry_points(group="torch.backends")), "")
 
 
+@contextlib.contextmanager
+def record_missing_modules() -> Iterator[None]:
+    """Inside the block, also in processes that it forks, record the names of modules that imports
+    look for in vain, for `names_looked_for`."""
+    finder: Any = _Missing()
+    sys.meta_path.append(finder)  # the last finder is asked for what the others do not find
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+
+
+class _Missing:
+    """The last finder of modules, which finds none."""
+
+    names: ClassVar[set[str]] = set()
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        """Record a name."""
+        self.names.add(name)
+
+
 def names_looked_for() -> Sequence[str]:
-    """Return the names of modules that torch's compiler has looked for, if it is imported, of which
-    it leaves the code as it is."""
+    """Return the names of modules that imports have looked for in vain (`record_missing_modules`),
+    and that torch's compiler has looked for, if it is imported, of which it leaves the code as it
+    is."""
     rules: Any = sys.modules.get("torch._dynamo.trace_rules")
-    return getattr(rules, "THIRDPARTY_SKIPLIST", ())
+    return [*_Missing.names, *getattr(rules, "THIRDPARTY_SKIPLIST", ())]
 
 
 def forget_rank() -> None:

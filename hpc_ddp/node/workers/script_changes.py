@@ -49,6 +49,7 @@ VALUES = (
     *("print", "int", "float", "str", "bool", "len", "max", "min", "range"),
     *("getattr", "isinstance"),
 )
+OF_DICT = re.compile(r"\.__(dict|setattr)__\b")  # these functions set attributes
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 STATEMENTS = (ast.Expr, ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Delete)
 READS = ("get", "copy", "items", "keys", "values", "__contains__", "__getitem__")  # of os.environ
@@ -152,15 +153,46 @@ def _may_run_anything(node: ast.AST, modules: Mapping[str, str]) -> bool:
 
 def patches_torch(node: ast.AST, modules: Mapping[str, str]) -> bool:
     """Return whether a node sets an attribute of torch or of its modules and classes, directly or
-    by ``setattr`` and ``vars``; those of ``torch.backends`` are settings. `modules` is as in
-    `may_change_anything`."""
-    is_set = isinstance(node, (ast.Attribute, ast.Subscript)) and not isinstance(node.ctx, ast.Load)
-    names = _base_names(node) if is_set else []
-    if isinstance(node, ast.Call) and function_name(node) == "setattr" and node.args:
-        names = _names_in(node.args[0])
-    paths = [modules.get(name, "") for name in names]
+    by ``setattr``, ``vars`` and ``__dict__``, or imports unittest, whose mocks do so; those of
+    ``torch.backends`` are settings. `modules` is as in `may_change_anything`."""
+    if isinstance(node, (ast.Import, ast.ImportFrom)):
+        return any(path.partition(".")[0] == "unittest" for path in bound_names(node).values())
+    target: ast.AST | None = None
+    if isinstance(node, (ast.Attribute, ast.Subscript)) and not isinstance(node.ctx, ast.Load):
+        target = node.value
+    elif isinstance(node, ast.Call) and function_name(node) == "setattr" and node.args:
+        target = node.args[0]
+    elif isinstance(node, ast.Call) and OF_DICT.search(ast.unparse(node.func)):
+        target = node.func
+    paths = [modules.get(name, "") for name in _base_names(target)] if target else []
     is_of_torch = any(path.partition(".")[0] == "torch" for path in paths)
-    return is_of_torch and "backends" not in " ".join((ast.unparse(node), *paths))
+    return is_of_torch and "backends" not in " ".join((ast.unparse(target or node), *paths))
+
+
+def other_names_of_torch(tree: ast.AST, modules: Mapping[str, str]) -> dict[str, str]:
+    """Return the names by which a file may set attributes of torch, besides those that its imports
+    bind, which `modules` has: those that it gives to a module, class or function of torch, and,
+    where it passes one to a function that is not imported, all parameters of its functions."""
+    names: dict[str, str] = {}
+    parameters: list[str] = []
+    passes_torch = False
+
+    def is_torch(node: ast.AST) -> bool:
+        path = {**modules, **names}.get(_root(node), "")
+        return path.partition(".")[0] == "torch" and not has_call(node)
+
+    for node in ast.walk(tree):
+        for target, text in _bindings(node):
+            parts = text.elts if isinstance(text, (ast.Tuple, ast.List)) else [text]
+            if any(map(is_torch, parts)):
+                names |= dict.fromkeys(_names_set(target), "torch")
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            every = (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)
+            parameters += [argument.arg for argument in every if argument.arg != "self"]
+        if isinstance(node, ast.Call) and _root(node.func) not in modules:
+            passed = [*node.args, *(keyword.value for keyword in node.keywords)]
+            passes_torch |= any(map(is_torch, passed))
+    return {**names, **(dict.fromkeys(parameters, "torch") if passes_torch else {})}
 
 
 def uses_unread(node: ast.AST, modules: Mapping[str, str]) -> bool:
@@ -191,24 +223,37 @@ def _is_safe(module: str) -> bool:
     return is_of_python or top == OURS or top in HARMLESS_PACKAGES
 
 
+def bound_names(node: ast.Import | ast.ImportFrom) -> dict[str, str]:
+    """Return the names that an import binds, with the module of each."""
+    if isinstance(node, ast.Import):
+        return {alias.asname or alias.name.split(".")[0]: alias.name for alias in node.names}
+    module = f"{'.' * node.level}{node.module or ''}"
+    return {alias.asname or alias.name: module for alias in node.names}
+
+
 def aliases_of(node: ast.stmt, modules: Mapping[str, str]) -> dict[str, str]:
     """Return the names that an assignment, a loop or a ``with`` gives to a module or function, or
     to a part of one, with the module of each; `modules` is as in `may_change_anything`."""
-    pairs: list[tuple[ast.AST | None, ast.AST]] = []
-    if isinstance(node, ast.Assign):
-        pairs = [(target, node.value) for target in node.targets]
-    elif isinstance(node, ast.AnnAssign) and node.value:
-        pairs = [(node.target, node.value)]
-    elif isinstance(node, (ast.For, ast.AsyncFor)):
-        pairs = [(node.target, node.iter)]
-    elif isinstance(node, (ast.With, ast.AsyncWith)):
-        pairs = [(entered.optional_vars, entered.context_expr) for entered in node.items]
     aliases: dict[str, str] = {}
-    for target, text in pairs:
+    for target, text in _bindings(node):
         parts = text.elts if isinstance(text, (ast.Tuple, ast.List)) else [text]
         for root in [root for part in parts if (root := _root(part)) in modules]:
             aliases |= dict.fromkeys(_names_set(target), modules[root])
     return aliases
+
+
+def _bindings(node: ast.AST) -> list[tuple[ast.AST | None, ast.AST]]:
+    """Return the targets that an assignment, a loop or a ``with`` binds, each with the expression
+    that it gets, or goes through; [] for any other node."""
+    if isinstance(node, ast.Assign):
+        return [(target, node.value) for target in node.targets]
+    if isinstance(node, (ast.AnnAssign, ast.NamedExpr)) and node.value:
+        return [(node.target, node.value)]
+    if isinstance(node, (ast.For, ast.AsyncFor)):
+        return [(node.target, node.iter)]
+    if isinstance(node, (ast.With, ast.AsyncWith)):
+        return [(entered.optional_vars, entered.context_expr) for entered in node.items]
+    return []
 
 
 def _names_set(target: ast.AST | None) -> list[str]:
@@ -235,11 +280,11 @@ def change_of(node: ast.AST) -> str:
     if isinstance(node, (ast.Assign, ast.AugAssign, ast.Delete)):
         targets = [node.target] if isinstance(node, ast.AugAssign) else node.targets
         for target in targets:
-            if isinstance(target, ast.Subscript) and _is_name(target.value, "path", "sys"):
+            if isinstance(target, ast.Subscript) and is_name(target.value, "path", "sys"):
                 return "sys.path"
-            if isinstance(target, ast.Subscript) and _is_name(target.value, "modules", "sys"):
+            if isinstance(target, ast.Subscript) and is_name(target.value, "modules", "sys"):
                 return "sys.modules"
-            if _is_name(target, "environ") or _is_name(target, "path", "sys"):
+            if is_name(target, "environ") or is_name(target, "path", "sys"):
                 return ast.unparse(target)
     if not isinstance(node, ast.Call):
         return ""
@@ -252,7 +297,7 @@ def change_of(node: ast.AST) -> str:
         return _variable(node.args[0]) if node.args else "its environment"
     if _is_environ(function.value) and name not in READS:
         return "its environment"
-    is_of_path = _is_name(function.value, "path", "sys") and name in CHANGES_OF_PATH
+    is_of_path = is_name(function.value, "path", "sys") and name in CHANGES_OF_PATH
     return "sys.path" if is_of_path else ""
 
 
@@ -302,8 +347,8 @@ def escapes_of(tree: ast.AST) -> list[tuple[int, str]]:
     parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
     escapes = []
     for node in ast.walk(tree):
-        is_shared = _is_environ(node) or _is_name(node, "path", "sys")
-        is_shared |= _is_name(node, "modules", "sys")
+        is_shared = _is_environ(node) or is_name(node, "path", "sys")
+        is_shared |= is_name(node, "modules", "sys")
         if not is_shared or not isinstance(getattr(node, "ctx", None), ast.Load):
             continue
         parent = parents[node]
@@ -328,7 +373,7 @@ def _is_read(node: ast.AST, parent: ast.AST, parents: Mapping[ast.AST, ast.AST])
     return isinstance(parent, ast.Call) and function_name(parent) in READERS
 
 
-def _is_name(node: ast.AST, name: str, module: str = "") -> bool:
+def is_name(node: ast.AST, name: str, module: str = "") -> bool:
     """Return whether the expression `node` is `name` or ends with ``.name``; with `module`, whether
     it is ``module.name``."""
     if isinstance(node, ast.Attribute):
@@ -339,7 +384,7 @@ def _is_name(node: ast.AST, name: str, module: str = "") -> bool:
 
 def _is_environ(node: ast.AST) -> bool:
     """Return whether an expression is ``os.environ``, or its form of bytes."""
-    return _is_name(node, "environ") or _is_name(node, "environb")
+    return is_name(node, "environ") or is_name(node, "environb")
 
 
 def _variable(key: ast.AST) -> str:

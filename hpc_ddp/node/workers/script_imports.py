@@ -30,11 +30,14 @@ from hpc_ddp.node.workers.public_packages import HARMLESS_PACKAGES
 from hpc_ddp.node.workers.script_changes import (
     DEFINITIONS,
     aliases_of,
+    bound_names,
     change_of,
     escapes_of,
     function_name,
     has_call,
+    is_name,
     may_change_anything,
+    other_names_of_torch,
     parts_that_call,
     parts_that_run,
     patches_torch,
@@ -51,11 +54,13 @@ WITH_TORCH = re.compile(
     rf"|{OURS}[.:]integrations\b|{TRAINING.pattern}|transformers:(?!Data)\w*(Trainer|Model|For[A-Z])"
 )
 # Functions that may change, at any time, what torch's compiler reads at its import: the working
-# directory, the CPUs, and, by a module that is not read here, variables.
-BEFORE_COMPILER = (
-    *("chdir", "sched_setaffinity", "cpu_affinity", "import_module", "__import__"),
-    *("exec_module", "run_path", "run_module", "exec"),
+# directory, the CPUs, and, by a module that is not read here, variables. Modules that load such
+# modules, by a name or path.
+BEFORE_COMPILER = ("chdir", "sched_setaffinity", "cpu_affinity", "__import__", "exec")
+LOADERS = re.compile(
+    r"(importlib(?!\.(metadata|resources))|imp|pydoc|pkgutil|runpy|torch\.hub)\b.*"
 )
+SETS_CPUS = re.compile(r"\b(taskset|numactl)\b")  # programs
 SETS_VARIABLES = "hydra"  # from a YAML file, which is not read here
 NEVER_TRUE = re.compile(r"(\w+\.)?TYPE_CHECKING")
 GUARDS = ("__name__ == '__main__'", "'__main__' == __name__")
@@ -245,7 +250,8 @@ def _read(path: Path, is_script: bool) -> _Reading:
     for node in ast.walk(tree):
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             reading.last_import = max(reading.last_import, node.lineno)
-            modules |= _bound_names(node)
+            modules |= bound_names(node)
+            reading.delays_compiler |= any(map(LOADERS.fullmatch, bound_names(node).values()))
             if node not in early:
                 reading.late_imports += _split(node, is_certain=False)
         elif change := change_of(node):
@@ -253,10 +259,16 @@ def _read(path: Path, is_script: bool) -> _Reading:
         if change := renaming_of(node):
             reading.changes.append((node.lineno, change))  # type: ignore[attr-defined]
     reading.changes += escapes_of(tree)
+    modules = {**other_names_of_torch(tree, modules), **modules}
+    called = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and (name := setting_of(node, modules)):
             reading.settings.append((node.lineno, f"a setting by {name}"))
         is_early = isinstance(node, ast.Call) and function_name(node) in BEFORE_COMPILER
+        is_early |= is_name(node, "hub", "torch")
+        is_early |= isinstance(node, ast.Constant) and bool(SETS_CPUS.search(str(node.value)))
+        # The compiler puts another function in the place of this one, which can't be pickled.
+        is_early |= is_name(node, "manual_seed") and id(node) not in called
         if is_early or patches_torch(node, modules):  # the compiler notes torch's functions
             reading.delays_compiler = True
     return reading
@@ -269,7 +281,7 @@ def _note_steps(tree: ast.Module, is_script: bool, reading: _Reading) -> set[ast
     for node, is_certain in _at_top_level(tree.body, is_script):
         statements.add(node)
         if isinstance(node, (ast.Import, ast.ImportFrom)):
-            modules |= _bound_names(node)
+            modules |= bound_names(node)
             reading.steps += _split(node, is_certain)
         elif any(may_change_anything(part, modules) for part in parts_that_run(node)) or any(
             uses_unread(part, modules) for part in parts_that_call(node)
@@ -279,14 +291,6 @@ def _note_steps(tree: ast.Module, is_script: bool, reading: _Reading) -> set[ast
         if isinstance(node, DEFINITIONS):
             modules[node.name] = ""
     return statements
-
-
-def _bound_names(node: ast.Import | ast.ImportFrom) -> dict[str, str]:
-    """Return the names that an import binds, with the module of each."""
-    if isinstance(node, ast.Import):
-        return {alias.asname or alias.name.split(".")[0]: alias.name for alias in node.names}
-    module = f"{'.' * node.level}{node.module or ''}"
-    return {alias.asname or alias.name: module for alias in node.names}
 
 
 def _split(node: ast.Import | ast.ImportFrom, is_certain: bool) -> list[_Import]:

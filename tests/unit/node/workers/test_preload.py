@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import shutil
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from hpc_ddp.node.workers import preload
 from hpc_ddp.node.workers.preload import forget_rank, keep_cpus, pause_collector
 
 REPO = Path(__file__).parents[4]
@@ -131,3 +134,14 @@ def test_a_package_that_binds_its_thread_binds_no_worker() -> None:
     with keep_cpus():
         os.sched_setaffinity(0, {min(cpus)})
     assert os.sched_getaffinity(0) == cpus
+
+
+def test_modules_that_imports_look_for_in_vain_are_recorded() -> None:
+    """By exec, torch would import the script's own cuda.py amid its own import."""
+    with preload.record_missing_modules(), suppress(ImportError):
+        importlib.import_module("no_such_module")
+    with suppress(ImportError):
+        importlib.import_module("no_such_other")
+    names = preload.names_looked_for()
+    assert "no_such_module" in names
+    assert "no_such_other" not in names

@@ -335,9 +335,40 @@ def test_what_the_compiler_depends_on_may_change_later(tmp_path: Path) -> None:
     script.write_text(f"import torch\n{harmless}")
     assert not imports_of(script, [tmp_path]).delays_compiler
     for line in (
-        *("pass", "import pytest", "os.chdir('a')", "importlib.import_module('a')"),
+        *("pass", "import pytest", "os.chdir('a')", "import importlib"),
         *("os.sched_setaffinity(0, {1})", "torch.nn.functional.dropout = os.fsencode"),
         *("setattr(torch.nn, 'Linear', A)", "vars(torch)['matmul'] = A"),
+        *("os.system(f'taskset -cp 0 {os.getpid()}')", "DataLoader(0, init=torch.manual_seed)"),
+        *("from importlib.machinery import A", "from pydoc import locate", "torch.hub.load('a')"),
+        *(
+            "setattr(torch.nn, 'a', A['backends'])",
+            "from unittest import mock",
+            "import unittest.mock",
+            "torch.nn.__dict__.update(a=1)",
+        ),
+        *("a = torch.nn.functional; a.dropout = A", "for a in (0, torch.nn): a.Linear = A"),
+        *("(a := torch.nn).Linear = A", "put(torch.nn, 'Linear')", "Put(norm=torch.nn.ReLU)"),
     ):
-        script.write_text(f"import os, torch\ndef main():\n    {line}\n")
-        assert imports_of(script, [tmp_path]).delays_compiler == (line != "pass")
+        text = (
+            f"import os, torch\ndef put(a, name):\n    setattr(a, name, 0)\ndef main():\n    {line}"
+        )
+        script.write_text(f"{text}\n")
+        assert imports_of(script, [tmp_path]).delays_compiler == (line != "pass"), line
+
+
+def test_what_is_set_of_other_objects_leaves_the_compiler(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    for line in (
+        *("model.fc = torch.nn.Linear(1, 1)", "for a in model.parameters(): a.requires_grad = 0"),
+        *("args.distributed = True", "setattr(args, name, 1)", "self.norm = torch.nn.ReLU"),
+        *(
+            "torch.nn.Sequential(torch.nn.ReLU)",
+            "torch.manual_seed(1)",
+            "self.__dict__.update(a=1)",
+        ),
+        *("print(torch.float32)", "from importlib.metadata import version"),
+        "torch.backends.cuda.matmul.allow_tf32 = True",
+    ):
+        text = f"import torch\nclass A:\n  def main(self, args, model, name):\n    {line}\n"
+        script.write_text(text)
+        assert not imports_of(script, [tmp_path]).delays_compiler, line
