@@ -38,7 +38,6 @@ from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.core.run_index import link_job
 from hpc_ddp.live_jobs import is_attempt_live
 from hpc_ddp.node.net.network import first_port, free_port, reachable_name
-from hpc_ddp.node.outcome import chain, first_job, requeue, vain_start
 from hpc_ddp.node.outcome.end_message import notify_of_end
 from hpc_ddp.node.outcome.gather_facts import (
     enforce_budget,
@@ -46,7 +45,8 @@ from hpc_ddp.node.outcome.gather_facts import (
     limit_silent_ends,
     preview_cause,
 )
-from hpc_ddp.node.outcome.next_start import VERDICT_S, ask_about_job
+from hpc_ddp.node.outcome.requeue import attempt_end, chain, first_job, vain_start
+from hpc_ddp.node.outcome.requeue.next_start import VERDICT_S, ask_about_job
 from hpc_ddp.node.watch import end_step
 from hpc_ddp.node.watch.end_time import (
     attempt_of,
@@ -74,7 +74,7 @@ def queue_next(environ: dict[str, str]) -> None:
     KeyError outside of a job.
     """
     run, own_job = run_of_job(environ), _own_job(environ)
-    restarts = requeue.count_restarts(environ)
+    restarts = attempt_end.count_restarts(environ)
     if run.finished() or restarts or INTERACTIVE in environ:
         return
     array = JobRef.of(environ.get("SLURM_ARRAY_JOB_ID"), own_job.cluster)
@@ -110,7 +110,7 @@ def _begin(environ: dict[str, str]) -> dict[str, str] | None:
     """
     run, job_id = run_of_job(environ), environ["SLURM_JOB_ID"]
     spec = JobSpec.from_json(patiently(run.job_json.read_bytes))
-    restarts = requeue.count_restarts(environ)
+    restarts = attempt_end.count_restarts(environ)
     own_job = _own_job(environ)
     cluster = slurm.own_cluster()
     if cluster and own_job.is_of(cluster):  # scontrol may ask another cluster than this node's
@@ -222,17 +222,17 @@ def next_port(environ: dict[str, str]) -> int:
 
 def give_verdict(environ: dict[str, str]) -> int:
     """Decide how the run continues after an attempt, journal and print the verdict, carry it out
-    (`requeue.carry_out_verdict`), and send the user's messages about it; delete the file of the
+    (`attempt_end.carry_out_verdict`), and send the user's messages about it; delete the file of the
     environment from before the set-up lines. Return the exit code for the batch script.
 
     While the job is suspended, this waits first. Refusals of Slurm are printed, and show in the
     code. Raises as `judge_attempt`, and OSError for a run folder that can't be used."""
     env = AttemptEnv.from_env(environ)
     run, attempt = env.run_folder, env.attempt_folder
-    job = requeue.await_settled_job(environ["SLURM_JOB_ID"])
+    job = attempt_end.await_settled_job(environ["SLURM_JOB_ID"])
     facts, verdict = judge_attempt(run, attempt, environ, job)
     notify_of_end(run, facts, verdict)
-    code = requeue.carry_out_verdict(run, attempt, environ, facts, verdict)
+    code = attempt_end.carry_out_verdict(run, attempt, environ, facts, verdict)
     notify_of_end(run, facts, verdict, code)
     first_job.delete_env_before_setup(environ)
     return code
@@ -274,12 +274,12 @@ def main(argv: list[str]) -> int:
     """Run the command of the batch script that `argv` names, see `_call`; return its exit code.
 
     ``failed CODE`` is for set-up lines that have ended with CODE. The batch shell ends with it, or
-    with the code of ``begin`` or ``verdict`` that is not 0: `requeue.prepare_failed_end` keeps
+    with the code of ``begin`` or ``verdict`` that is not 0: `attempt_end.prepare_failed_end` keeps
     Slurm from holding or requeueing such a job, if need be by another exit code."""
     environ = dict(os.environ)
     code = int(argv[1]) if argv[:1] == ["failed"] and argv[1] != "0" else _call(argv, environ)
     if code and argv[:1] in (["begin"], ["verdict"], ["failed"]):
-        return requeue.prepare_failed_end(environ, code)
+        return attempt_end.prepare_failed_end(environ, code)
     return code
 
 

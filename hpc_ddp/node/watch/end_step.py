@@ -20,7 +20,7 @@ from hpc_ddp.core.file_io import patiently, read_seconds
 from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.process import children_by_parent, proc_text
 from hpc_ddp.node.outcome.attempt_facts import silent_nodes
-from hpc_ddp.node.outcome.next_start import ask_about_job
+from hpc_ddp.node.outcome.requeue.next_start import ask_about_job
 
 POLL_S = 10.0
 ENDED_S = 60.0  # how long srun may take once all nodes have recorded their end

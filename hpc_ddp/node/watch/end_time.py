@@ -10,7 +10,7 @@ from hpc_ddp.core.attempt_env import AttemptEnv
 from hpc_ddp.core.file_io import read_seconds, read_word
 from hpc_ddp.core.job.attempt_folder import AttemptFolder
 from hpc_ddp.core.journal.enums import NoticeSource
-from hpc_ddp.node.outcome.next_start import ask_about_job
+from hpc_ddp.node.outcome.requeue.next_start import ask_about_job
 from hpc_ddp.slurm_text import Job
 
 ASK_SHARE = 0.2  # of the time that is left: the pause until Slurm is asked for the end time again

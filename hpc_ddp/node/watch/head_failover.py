@@ -17,7 +17,7 @@ from hpc_ddp.core.attempt_env import AttemptEnv
 from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.errors import HpcDdpError
 from hpc_ddp.node import batch
-from hpc_ddp.node.outcome import chain
+from hpc_ddp.node.outcome.requeue import chain
 
 if TYPE_CHECKING:
     from hpc_ddp.node.net.place import Place

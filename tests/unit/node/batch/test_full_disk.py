@@ -16,7 +16,7 @@ from hpc_ddp.core.job.attempt_folder import AttemptFolder
 from hpc_ddp.core.job.job_ref import JobRef
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node import batch
-from hpc_ddp.node.outcome import chain
+from hpc_ddp.node.outcome.requeue import chain
 from unit.fakes import Clock, Slurm, raise_disk_full, stop_clock
 from unit.node.batch.fakes import answer_scontrol, job_environ, show_job, write_spec
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hpc_ddp.node.outcome.excluded_nodes import _bad_nodes
+from hpc_ddp.node.outcome.requeue.excluded_nodes import _bad_nodes
 from tests.raw_events import typed
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.run_folder import RunFolder
-from hpc_ddp.node.outcome import first_job
+from hpc_ddp.node.outcome.requeue import first_job
 from tests.raw_events import raw
 
 

@@ -14,11 +14,11 @@ from hpc_ddp.core.job.job_ref import JobRef
 from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.journal.enums import Action, Cause
 from hpc_ddp.core.run_folder import RunFolder
-from hpc_ddp.node.outcome import next_start, requeue
 from hpc_ddp.node.outcome.attempt_facts import AttemptFacts
-from hpc_ddp.node.outcome.chain import admit_job, is_link
 from hpc_ddp.node.outcome.gather_facts import since_submit
-from hpc_ddp.node.outcome.requeue import await_settled_job
+from hpc_ddp.node.outcome.requeue import attempt_end, next_start
+from hpc_ddp.node.outcome.requeue.attempt_end import await_settled_job
+from hpc_ddp.node.outcome.requeue.chain import admit_job, is_link
 from hpc_ddp.node.outcome.verdict import decide
 from hpc_ddp.slurm_text import Job
 from tests.raw_events import typed
@@ -62,7 +62,7 @@ def test_only_what_is_cancelled_is_called_so(state: str, reason: str, cause: Cau
 def test_a_suspended_job_is_asked_for_until_it_runs(
     slurm_commands: Slurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock = stop_clock(monkeypatch, next_start, requeue)
+    clock = stop_clock(monkeypatch, next_start, attempt_end)
     for state in ("SUSPENDED", "SUSPENDED", "CONFIGURING", "RUNNING"):
         slurm_commands.answer("scontrol", f"   JobState={state} Reason=None\n")
     job = await_settled_job("7")

@@ -9,8 +9,8 @@ import pytest
 from hpc_ddp import slurm
 from hpc_ddp.core.journal import journal
 from hpc_ddp.core.run_folder import RunFolder
-from hpc_ddp.node.outcome import chain, excluded_nodes, next_start, requeue
-from hpc_ddp.node.outcome.requeue import carry_out_verdict
+from hpc_ddp.node.outcome.requeue import attempt_end, chain, excluded_nodes, next_start
+from hpc_ddp.node.outcome.requeue.attempt_end import carry_out_verdict
 from hpc_ddp.node.outcome.verdict import Verdict
 from unit.fakes import Clock, stop_clock
 from unit.node.outcome.requeue.fakes import GO_ON, facts_of, job_environ
@@ -26,14 +26,14 @@ def run(tmp_path: Path) -> RunFolder:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    return stop_clock(monkeypatch, excluded_nodes, next_start, requeue, slurm, journal)
+    return stop_clock(monkeypatch, excluded_nodes, next_start, attempt_end, slurm, journal)
 
 
 @pytest.fixture
 def printed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The messages to the user."""
     lines: list[str] = []
-    for module in (chain, next_start, requeue):
+    for module in (chain, next_start, attempt_end):
         monkeypatch.setattr(module, "say", lines.append)
     monkeypatch.setattr(excluded_nodes, "say", lines.append)
     return lines

@@ -12,8 +12,8 @@ from hpc_ddp.core.file_io import write_json
 from hpc_ddp.core.job.job_ref import JobRef
 from hpc_ddp.core.journal.enums import Action, Cause
 from hpc_ddp.core.run_folder import RunFolder
-from hpc_ddp.node.outcome import first_job, next_start
-from hpc_ddp.node.outcome.chain import queue_next_link
+from hpc_ddp.node.outcome.requeue import first_job, next_start
+from hpc_ddp.node.outcome.requeue.chain import queue_next_link
 from hpc_ddp.node.outcome.verdict import Verdict
 from tests.raw_events import raw
 from unit.fakes import Clock, Slurm

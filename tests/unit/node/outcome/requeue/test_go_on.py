@@ -9,8 +9,8 @@ import pytest
 from hpc_ddp.core.file_io import read_json, write_json
 from hpc_ddp.core.journal.enums import Action, Cause
 from hpc_ddp.core.run_folder import RunFolder
-from hpc_ddp.node.outcome import next_start
-from hpc_ddp.node.outcome.excluded_nodes import KEPT_OFF_S
+from hpc_ddp.node.outcome.requeue import next_start
+from hpc_ddp.node.outcome.requeue.excluded_nodes import KEPT_OFF_S
 from hpc_ddp.node.outcome.verdict import Verdict
 from unit.fakes import Clock, Slurm
 from unit.node.outcome.requeue.fakes import (

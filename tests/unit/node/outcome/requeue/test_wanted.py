@@ -10,8 +10,8 @@ from hpc_ddp.core.errors import HpcDdpError
 from hpc_ddp.core.file_io import read_json, write_json
 from hpc_ddp.core.job.job_ref import JobRef
 from hpc_ddp.core.run_folder import RunFolder
-from hpc_ddp.node.outcome import chain
-from hpc_ddp.node.outcome.chain import admit_job, is_link, own_id, record_late_link
+from hpc_ddp.node.outcome.requeue import chain
+from hpc_ddp.node.outcome.requeue.chain import admit_job, is_link, own_id, record_late_link
 from tests.raw_events import raw
 from unit.fakes import Slurm
 

@@ -14,9 +14,9 @@ from hpc_ddp.core.file_io import read_json
 from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.job.task_folder import run_of_job
 from hpc_ddp.core.run_folder import RunFolder
-from hpc_ddp.node.outcome.chain import command_to_go_on, record_vain_job
-from hpc_ddp.node.outcome.next_start import EndedStart, go_on
-from hpc_ddp.node.outcome.requeue import noted_restarts
+from hpc_ddp.node.outcome.requeue.attempt_end import noted_restarts
+from hpc_ddp.node.outcome.requeue.chain import command_to_go_on, record_vain_job
+from hpc_ddp.node.outcome.requeue.next_start import EndedStart, go_on
 
 
 def end_for_disk(call: str, environ: dict[str, str], error: OSError) -> int:

@@ -21,8 +21,13 @@ from hpc_ddp.core.job.attempt_folder import AttemptFolder
 from hpc_ddp.core.job.job_ref import JobRef
 from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.run_folder import RunFolder
-from hpc_ddp.node.outcome.chain import early_end_of, own_id, queue_link_in_vain, queue_next_link
-from hpc_ddp.node.outcome.excluded_nodes import keep_off
+from hpc_ddp.node.outcome.requeue.chain import (
+    early_end_of,
+    own_id,
+    queue_link_in_vain,
+    queue_next_link,
+)
+from hpc_ddp.node.outcome.requeue.excluded_nodes import keep_off
 from hpc_ddp.slurm_text import HAS_NO_NODES, Job
 
 PAUSE_S = 5.0

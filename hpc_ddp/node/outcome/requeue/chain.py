@@ -27,8 +27,8 @@ from hpc_ddp.core.journal.events import VerdictGiven
 from hpc_ddp.core.journal.journal import last_event
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.core.run_index import link_job
-from hpc_ddp.node.outcome import first_job
-from hpc_ddp.node.outcome.excluded_nodes import excluded_nodes
+from hpc_ddp.node.outcome.requeue import first_job
+from hpc_ddp.node.outcome.requeue.excluded_nodes import excluded_nodes
 from hpc_ddp.slurm_text import CANCELLED, OVER, Job
 
 # By these sbatch may send the next job to another cluster than this job's.

@@ -12,10 +12,10 @@ from hpc_ddp.core.job.attempt_folder import AttemptFolder
 from hpc_ddp.core.journal.enums import Action, Cause
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node.outcome.attempt_facts import AttemptFacts
-from hpc_ddp.node.outcome.chain import own_id
-from hpc_ddp.node.outcome.excluded_nodes import keep_off
-from hpc_ddp.node.outcome.first_job import RESTARTS
-from hpc_ddp.node.outcome.next_start import (
+from hpc_ddp.node.outcome.requeue.chain import own_id
+from hpc_ddp.node.outcome.requeue.excluded_nodes import keep_off
+from hpc_ddp.node.outcome.requeue.first_job import RESTARTS
+from hpc_ddp.node.outcome.requeue.next_start import (
     PAUSE_S,
     UNSETTLED,
     EndedStart,
