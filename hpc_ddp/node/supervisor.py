@@ -55,6 +55,7 @@ from hpc_ddp.node.watch.local_notice import LocalNotice
 from hpc_ddp.node.watch.log_offsets import Growth
 from hpc_ddp.node.watch.signals import Signals
 from hpc_ddp.node.workers.staging.removal import leave_tree
+from hpc_ddp.node.workers.worker import note_checkpoint
 
 POLL_EVERY_S = 1.0
 TEARDOWN_S = 4.0  # an aware worker is gone after 2; a process that still runs then hangs
@@ -323,6 +324,7 @@ class Supervisor:
             "failures": failures,
         }
         self._write(partial(write_json, self.folder.record, record))
+        note_checkpoint(waits=False)
         return has_left
 
     def _end_peers(self) -> None:

@@ -36,7 +36,7 @@ OF_OBJECTS = ("setLevel", "addHandler", "removeHandler", "addFilter", "cpu_affin
 FIELDS_OF_LOGGERS = ("propagate", "disabled")
 # Names of Python that may change an import, or run any text.
 ACTING = (
-    *("sys", "importlib", "unittest", "site", "ctypes", "subprocess"),
+    *("sys", "importlib", "unittest", "site", "ctypes", "subprocess", "tracemalloc"),
     *("runpy", "setattr", "exec", "eval", "__import__"),
 )
 HARMLESS = {"os"}  # the variables that it changes are seen by `change_of`

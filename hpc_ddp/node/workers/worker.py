@@ -5,6 +5,8 @@ environment before the script does. The worker gets a log file, by its rank, and
 parent: torchrun's workers have sessions of their own, and would outlive an agent that is killed.
 """
 
+import contextlib
+import glob
 import os
 import shlex
 import signal
@@ -17,22 +19,14 @@ LOOKUP_S = 160.0  # of `tracker_lookup`, which has bounds of its own below that
 # PMI-1, PMI-2 and PMIx of Slurm and Cray, Open MPI, Intel MPI and MPICH, MVAPICH. Not OMPI_MCA_,
 # PMIX_MCA_ and I_MPI_, which are settings.
 OF_AN_MPI_TASK = (
-    "PMI_",
-    "PMI2_",
-    "PMIX_",
-    "SLURM_PMI",
-    "SLURM_MPI_",
-    "PALS_",
-    "OMPI_COMM_WORLD_",
-    "OMPI_UNIVERSE_SIZE",
-    "OMPI_APP_",
-    "MPI_LOCAL",
-    "MV2_COMM_WORLD_",
+    *("PMI_", "PMI2_", "PMIX_", "SLURM_PMI", "SLURM_MPI_", "PALS_", "OMPI_COMM_WORLD_"),
+    *("OMPI_UNIVERSE_SIZE", "OMPI_APP_", "MPI_LOCAL", "MV2_COMM_WORLD_"),
 )
 COMPILE_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 NAMESPACE = "/proc/self/ns/pid"
 NOTICE_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 READY = "--ready"  # the first word of `main` where the set-up lines are done
+RESUMABLE = "resumable"  # a file in the folder of the run's first attempt, see `note_checkpoint`
 AGAIN = b"hpc-ddp: the workers start again\n"  # in a log, at a restart: `first_failure` reads it
 
 
@@ -69,23 +63,18 @@ def task_variables() -> dict[str, str]:
     ``srun python``. They are computed from torchrun's variables, for equally many workers on each
     node. The environment is not changed. Raise KeyError without torchrun's variables.
 
-    Below torchrun a worker inherits the variables that Slurm has set for the node's one task, with
-    the node's number as the rank and the number of nodes as the world size: for a script that reads
-    them, each worker of a node would have the same rank.
+    Below torchrun a worker inherits those of the node's one task, with the node's number as the
+    rank and the number of nodes as the world size.
     """
     size, per_node = os.environ["WORLD_SIZE"], os.environ["LOCAL_WORLD_SIZE"]
-    nodes = int(size) // int(per_node)
-    by_node = f"{per_node}(x{nodes})" if nodes > 1 else per_node
+    by_node = per_node if size == per_node else f"{per_node}(x{int(size) // int(per_node)})"
     return {
         "SLURM_PROCID": os.environ["RANK"],
         "SLURM_LOCALID": os.environ["LOCAL_RANK"],
         "SLURM_NODEID": os.environ["GROUP_RANK"],
-        "SLURM_NTASKS": size,
-        "SLURM_NPROCS": size,
         "SLURM_NTASKS_PER_NODE": per_node,
-        "SLURM_TASKS_PER_NODE": by_node,
-        "SLURM_STEP_NUM_TASKS": size,
-        "SLURM_STEP_TASKS_PER_NODE": by_node,
+        **dict.fromkeys(("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_STEP_NUM_TASKS"), size),
+        **dict.fromkeys(("SLURM_TASKS_PER_NODE", "SLURM_STEP_TASKS_PER_NODE"), by_node),
     }
 
 
@@ -96,11 +85,8 @@ def is_of_mpi_task(name: str) -> bool:
 
 def forget_mpi_task() -> None:
     """Remove from this process's environment the variables by which an MPI launcher describes its
-    one task of this node.
-
-    Each of torchrun's workers would take itself for that task, and `import mpi4py.MPI` would hang.
-    Do nothing in a worker that torchrun has not started: it is such a task.
-    """
+    one task of this node: each of torchrun's workers would take itself for that task, and `import
+    mpi4py.MPI` would hang. Do nothing in a worker that torchrun has not started, such a task."""
     if "TORCHELASTIC_USE_AGENT_STORE" in os.environ:
         for name in [*filter(is_of_mpi_task, os.environ)]:
             del os.environ[name]
@@ -148,9 +134,9 @@ def forget_other_ranks() -> None:
     """In the node's first worker, remove from the node's folder the pid files of ranks that the
     node no longer has: an elastic job that has lost nodes numbers its ranks anew. Do nothing in
     other workers. Raise OSError if the disk refuses, KeyError without torchrun's variables."""
-    rank, local = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
-    if local:
+    if os.environ["LOCAL_RANK"] != "0":
         return
+    rank = int(os.environ["RANK"])
     names = {f"rank-{rank + index}.pid" for index in range(int(os.environ["LOCAL_WORLD_SIZE"]))}
     folder = os.environ["HPC_DDP_NODE_FOLDER"]
     for name in os.listdir(folder):
@@ -167,15 +153,13 @@ def make_compile_cache() -> str:
     pickles from it. Raise OSError if the folder in the run can't be made, or if other users may
     write it.
     """
-    refusal = None
-    name = f"hpc-ddp-compile-{os.geteuid()}"
-    in_tmp = os.path.join(os.environ.get("TMPDIR") or "/tmp", name)
+    refusal, tmp = None, os.environ.get("TMPDIR") or "/tmp"
+    in_tmp = os.path.join(tmp, f"hpc-ddp-compile-{os.geteuid()}")
     in_run = os.path.join(os.environ["HPC_DDP_RUN"], "compile-cache")
     for folder in (in_tmp, in_run):
         try:
-            os.mkdir(folder, 0o700)
-        except FileExistsError:
-            pass
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(folder, 0o700)
         except OSError as error:  # there is no TMPDIR on this node, or no room
             refusal = error
             continue
@@ -206,33 +190,49 @@ def set_compile_cache() -> None:
 
 def resume_args() -> list[str]:
     """Return the arguments that a resume adds to the script's (``--resume-args``), split as by a
-    shell; [] where this start resumes nothing. All is read from this process's environment.
-
-    Nothing is resumed in the first attempt of the run, or in the first since ``--fresh``, unless
-    torchrun has started the worker again.
-
-    Nor is anything resumed where HPC_DDP_RESUME_IF is set and no path that counts matches this
-    pattern: an earlier attempt may have ended before it wrote one. A folder counts always, since
-    its time shows nothing; a file counts if it is not older than that first attempt. Where there
-    are older files only, a line on stderr says so. Raise ValueError for an open quote, KeyError
-    without HPC_DDP_RUN.
-    """
+    shell; [] where this start resumes nothing: in the first attempt of the run, or in the first
+    since ``--fresh``, unless torchrun has started the worker again; and where HPC_DDP_RESUME_IF is
+    set and there is no checkpoint (`note_checkpoint`). Where there are files from before the run, a
+    line on stderr says so. Raise ValueError for an open quote; exit as `note_checkpoint`."""
     numbers = ("HPC_DDP_ATTEMPT", "HPC_DDP_FIRST_ATTEMPT", "TORCHELASTIC_RESTART_COUNT")
     attempt, first_attempt, restarts = (int(os.environ.get(name) or 0) for name in numbers)
     words, path = (os.environ.get(f"HPC_DDP_RESUME_{name}") for name in ("ARGS", "IF"))
     if not words or (attempt <= first_attempt and not restarts):
         return []
-    import glob
-    import shlex
+    if not path or note_checkpoint():
+        return shlex.split(words)
+    if files := glob.glob(path):
+        text = f"hpc-ddp: {files[0]} is older than this run: the script begins anew"
+        print(text, file=sys.stderr, flush=True)
+    return []
 
-    folder = os.path.join(os.environ["HPC_DDP_RUN"], "logs", f"attempt-{first_attempt}")
-    files = glob.glob(path) if path else []
-    if path and not any(_is_newer(file, folder) for file in files):
-        if files:
-            text = f"hpc-ddp: {files[0]} is older than this run: the script begins anew"
-            print(text, file=sys.stderr, flush=True)
-        return []
-    return shlex.split(words)
+
+def note_checkpoint(waits: bool = True) -> bool:
+    """Return whether a path that counts matches HPC_DDP_RESUME_IF, if that is set. A folder counts
+    always, since its time shows nothing; a file counts if it is not older than the run's first
+    attempt, or the first since ``--fresh``. Attempts may end before they write one.
+
+    That one was there is noted in the folder of that attempt (`RESUMABLE`). With `waits` it is then
+    waited for, `PATIENCE_S` at most: a disk may be away, and the script would begin anew over its
+    checkpoint. Exit the process with 1 where it stays away. Raise KeyError without HPC_DDP_RUN."""
+    path, first_attempt = (os.environ.get(f"HPC_DDP_{n}") for n in ("RESUME_IF", "FIRST_ATTEMPT"))
+    if not path:
+        return False
+    folder = os.path.join(os.environ["HPC_DDP_RUN"], "logs", f"attempt-{first_attempt or 0}")
+    note = os.path.join(folder, RESUMABLE)
+    give_up = time.monotonic() + PATIENCE_S
+    while True:
+        is_noted = os.path.exists(note)
+        if any(is_noted or _is_newer(file, folder) for file in glob.glob(path)):
+            with contextlib.suppress(OSError):
+                open(note, "a").close()
+            return True
+        if not (is_noted and waits):
+            return False
+        if time.monotonic() > give_up:
+            hint = "submit --run RUN once it is back; --fresh begins anew"
+            sys.exit(f"hpc-ddp: {path}, the script's checkpoint, is gone; hint: hpc-ddp {hint}")
+        time.sleep(1)
 
 
 def _is_newer(file: str, attempt: str) -> bool:
@@ -304,8 +304,7 @@ def await_tracker_answer() -> dict[str, str]:
     while time.monotonic() < give_up:
         try:
             with open(path) as file:
-                variables: dict[str, str] = json.load(file)
-            return variables
+                return dict(json.load(file))
         except (OSError, ValueError):  # the file is empty until the answer
             time.sleep(0.1)
     os.write(2, b"hpc-ddp: no word of the first node about trackers: they start as they are\n")
@@ -323,8 +322,8 @@ def set_trackers() -> None:
     if "HPC_DDP_TRACKERS" not in os.environ:
         return
     variables, rank = await_tracker_answer(), os.environ["RANK"]
-    names = [*os.environ["HPC_DDP_TRACKERS"].split(), *variables]
-    os.environ.update(variables, HPC_DDP_TRACKERS=" ".join(names))
+    names = " ".join([os.environ["HPC_DDP_TRACKERS"], *variables])
+    os.environ.update(variables, HPC_DDP_TRACKERS=names)
     if rank == "0":
         return
     for name, suffix in (("WANDB_RUN_ID", f"-r{rank}"), ("COMET_EXPERIMENT_KEY", f"r{rank}")):

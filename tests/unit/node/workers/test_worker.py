@@ -118,6 +118,38 @@ def test_a_checkpoint_from_before_a_fresh_start_is_not_resumed(
     assert worker.resume_args() == (["--resume"] if is_newer else [])
 
 
+def test_a_checkpoint_that_was_there_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its disk was away as the workers started, and the script began anew over its checkpoint."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    (tmp_path / "logs" / "attempt-0").mkdir(parents=True)
+    environ = {"RUN": str(tmp_path), "ATTEMPT": "1"}
+    environ |= {"RESUME_ARGS": "--resume", "RESUME_IF": f"{disk}/*.pt"}
+    for name, text in environ.items():
+        monkeypatch.setenv(f"HPC_DDP_{name}", text)
+    clock = stop_clock(monkeypatch, worker)
+    assert worker.resume_args() == []  # the first attempt had none
+    (disk / "a.pt").touch()
+    assert worker.note_checkpoint(waits=False)  # by the supervisor, at an attempt's end
+    disk.rename(tmp_path / "away")
+    assert not worker.note_checkpoint(waits=False)
+    assert clock.slept == []
+    with pytest.raises(
+        SystemExit, match=r"\*\.pt, the script's checkpoint, is gone; hint: hpc-ddp"
+    ):
+        worker.resume_args()
+    assert sum(clock.slept) > worker.PATIENCE_S
+    monkeypatch.setattr(clock, "sleep", lambda _: (tmp_path / "away").rename(disk))
+    assert worker.resume_args() == ["--resume"]
+    # After --fresh the first attempt is another one.
+    monkeypatch.setenv("HPC_DDP_FIRST_ATTEMPT", "1")
+    monkeypatch.setenv("HPC_DDP_ATTEMPT", "2")
+    (disk / "a.pt").unlink()
+    assert worker.resume_args() == []
+
+
 @pytest.mark.parametrize(
     ("mode", "is_link", "mode_of_tmp", "where"),
     [
