@@ -249,9 +249,9 @@ def release(job: JobRef, give_up: float | None = None) -> None:
     _run_patiently(["scontrol", *cluster_option(job), "release", _id_of(job)], give_up)
 
 
-def update_job(job_id: str, setting: str) -> None:
-    """Change one `setting` of a job, as ``TimeLimit=60``; raises as `_run_patiently`."""
-    _run_patiently(["scontrol", "update", f"JobId={job_id}", setting])
+def update_job(job_id: str, *settings: str) -> None:
+    """Change `settings` of a job, as ``TimeLimit=60``; raises as `_run_patiently`."""
+    _run_patiently(["scontrol", "update", f"JobId={job_id}", *settings])
 
 
 def why_refused(script: Path, *options: str) -> str:

@@ -13,6 +13,7 @@ from hpc_ddp.core.job.task_folder import job_folder
 from hpc_ddp.core.journal.events import JournalEvent, VerdictGiven
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node.outcome.gather_facts import since_submit
+from hpc_ddp.node.outcome.requeue.job_change import JobChange, change_job
 
 # Options of sbatch by the names of `scontrol show job`.
 REQUESTS = {"Partition": "partition", "Reservation": "reservation", "Features": "constraint"}
@@ -24,25 +25,24 @@ KEPT_OFF_S = 24 * 3600.0  # as long as a node takes to be looked after, or to pr
 
 
 def keep_off(run: RunFolder, job_id: str, give_up: float | None = None) -> None:
-    """Have Slurm keep a waiting job off the nodes of `excluded_nodes`, and off no others: nodes
-    that were blamed more than a day ago are used again. Do nothing where that returns None.
+    """Have Slurm keep a waiting job off the nodes of `excluded_nodes`, and off no others
+    (`exclusion_of`). What is changed, and refusals, are printed. A silent Slurm is waited for until
+    `give_up`, a time of ``time.monotonic()`` (None: two minutes), for its list, and two minutes for
+    the change. Raises OSError if the journal can't be read."""
+    change_job(job_id, exclusion_of(run, job_id, give_up))
 
-    The blamed nodes that the job is kept off are printed; so is a refusal of Slurm, which leaves
-    the job as it is. A silent Slurm is waited for until `give_up`, a time of ``time.monotonic()``
-    (None: two minutes), for its list, and two minutes for the change. Raises OSError if the journal
-    can't be read.
-    """
+
+def exclusion_of(run: RunFolder, job_id: str, give_up: float | None = None) -> list[JobChange]:
+    """Return the change by which a job is kept off the nodes of `excluded_nodes`, and off no
+    others: nodes that were blamed more than a day ago are used again. [] where that returns None;
+    asks Slurm, and raises, as that. The change prints the blamed nodes."""
     nodes = excluded_nodes(run, job_id, give_up)
     if nodes is None:
-        return
-    try:
-        slurm.update_job(job_id, f"ExcNodeList={','.join(nodes)}")
-    except HpcDdpError as error:
-        say(error.message)
-    else:
-        blamed = [n for n in _bad_nodes(since_submit(run.events()), since=0.0) if n in nodes]
-        if blamed:  # the user has excluded the other nodes of the list
-            say(f"kept off: {', '.join(blamed)}")
+        return []
+    # The user has excluded the other nodes of the list.
+    blamed = [n for n in _bad_nodes(since_submit(run.events()), since=0.0) if n in nodes]
+    done = f"kept off: {', '.join(blamed)}" if blamed else ""
+    return [JobChange(f"ExcNodeList={','.join(nodes)}", done)]
 
 
 def excluded_nodes(run: RunFolder, job_id: str, give_up: float | None = None) -> list[str] | None:

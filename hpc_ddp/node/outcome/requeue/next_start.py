@@ -27,7 +27,8 @@ from hpc_ddp.node.outcome.requeue.chain import (
     queue_link_in_vain,
     queue_next_link,
 )
-from hpc_ddp.node.outcome.requeue.excluded_nodes import keep_off
+from hpc_ddp.node.outcome.requeue.excluded_nodes import exclusion_of
+from hpc_ddp.node.outcome.requeue.job_change import JobChange, change_job
 from hpc_ddp.slurm_text import HAS_NO_NODES, Job
 
 PAUSE_S = 5.0
@@ -35,6 +36,7 @@ SECOND_ANSWER_S = 5.0  # how long a second answer of Slurm is waited for
 REQUEUE_TRIES = 120  # to requeue a job, each after a look at Slurm's record of the job
 REFUSED_PAUSES_S = 10.0, 30.0
 MAY_BE_REQUEUED = "Requeue=1"  # of a job of a chain, or of a site that does not requeue by default
+ASKING_S = 120.0  # that Slurm may take for answers on the nodes that the next start may have
 VERDICT_S = 20.0  # of the job's time, kept free for the end of its verdict
 UNSETTLED = ("SUSPENDED", "CONFIGURING")  # of a job whose batch script runs: it says nothing yet
 
@@ -126,8 +128,8 @@ def go_on(start: EndedStart, job: Job | None = None) -> int:
         if state == "CANCELLED":
             return _leave_to_the_user(start.run)
     elif link:
-        keep_off(start.run, link.id, give_up)
-        _put_off(link.id, start.pause_s)
+        changes = exclusion_of(start.run, link.id, give_up)
+        change_job(link.id, [*changes, *_pause(link.id, start.pause_s)])
         return 0
     return _start_again(start, job, give_up)
 
@@ -152,6 +154,7 @@ def _start_again(start: EndedStart, last_answer: Job | None, give_up: float) -> 
     job = ask_about_job(job_id, is_quiet=True, give_up=soon) or last_answer
     refusals, pauses = 0, [*REFUSED_PAUSES_S]
     wants_new_job = start.spec.continue_by == "resubmit"
+    changes: list[JobChange] | None = None
     may_be_done = False  # a requeue got no answer, and may have been made
     for _ in range(REQUEUE_TRIES):
         job = job or ask_about_job(job_id, give_up=give_up)  # None: the answer is too old
@@ -162,7 +165,9 @@ def _start_again(start: EndedStart, last_answer: Job | None, give_up: float) -> 
             continue
         if job.restarts != start.restarts or not run.is_newest(start.newest):
             if may_be_done and job.restarts == start.restarts + 1:  # by the try without an answer
-                _prepare_next_start(start, job, give_up)
+                if changes is None:
+                    changes = _changes_of_next(start, job, give_up)
+                change_job(job_id, changes)
                 return 0
             say(f"job {job_id} was started again, or its run goes on elsewhere: left alone")
             return 0
@@ -178,9 +183,13 @@ def _start_again(start: EndedStart, last_answer: Job | None, give_up: float) -> 
         if wants_new_job:
             if link := start.queue_new_job(give_up):
                 say(f"it goes on as job {link.id}")
-                _put_off(link.id, start.pause_s)
+                change_job(link.id, _pause(link.id, start.pause_s))
                 return 0
         else:
+            # KillWait after the requeue Slurm kills this process; at a preemption, or near the end
+            # of the job's time, it does so without a requeue.
+            if not job.preempted and time.monotonic() + ASKING_S < give_up:
+                changes = _changes_of_next(start, job, give_up)
             try:
                 if refusals:  # of a new job, so that nothing else is left
                     slurm.update_job(job_id, MAY_BE_REQUEUED)
@@ -193,7 +202,9 @@ def _start_again(start: EndedStart, last_answer: Job | None, give_up: float) -> 
             except HpcDdpError as error:
                 say(error.message)
             else:
-                _prepare_next_start(start, job, give_up)
+                if changes is None:
+                    changes = _changes_of_next(start, job, give_up)
+                change_job(job_id, changes)
                 return 0  # at once: Slurm would wait KillWait for a shell that lives on
         # Slurm also refuses where the job was requeued, or cancelled, a moment ago: a new job
         # would then run beside the old one. So the next round asks before it queues one.
@@ -214,46 +225,38 @@ def is_over(job: Job) -> bool:
     return has_ended and not is_taken_away
 
 
-def _prepare_next_start(start: EndedStart, job: Job, give_up: float) -> None:
-    """Keep a requeued job off bad nodes (`keep_off`, which waits for Slurm until `give_up`), and,
-    unless it was preempted, give it its full time limit, and put it off by the start's pause. `job`
-    is Slurm's last record of the job. Raises OSError if the journal can't be read."""
-    keep_off(start.run, start.job_id, give_up)
-    if not job.preempted:  # a preempted job can't be changed before its next start
-        _restore_limit(start.spec, start.job_id, job.limit_s)
-        _put_off(start.job_id, start.pause_s)
+def _changes_of_next(start: EndedStart, job: Job, give_up: float) -> list[JobChange]:
+    """Return the changes of the requeued job: it is kept off bad nodes (`exclusion_of`, which waits
+    for Slurm until `give_up`), and, unless it was preempted, has its full time limit, and is put
+    off by the start's pause. `job` is Slurm's last record of the job. Raises OSError if the journal
+    can't be read."""
+    changes = exclusion_of(start.run, start.job_id, give_up)
+    if job.preempted:  # such a job can't be changed otherwise before its next start
+        return changes
+    return [*changes, *_full_limit(start.spec, job.limit_s), *_pause(start.job_id, start.pause_s)]
 
 
-def _put_off(job_id: str, pause_s: float) -> None:
-    """Have Slurm start a waiting job in `pause_s` seconds at the earliest, and print so; do nothing
-    for 0. A refusal of Slurm is printed, and leaves the job as it is."""
+def _pause(job_id: str, pause_s: float) -> list[JobChange]:
+    """Return the change by which a waiting job starts in `pause_s` seconds at the earliest; [] for
+    0."""
     if not pause_s:
-        return
-    try:
-        slurm.update_job(job_id, f"StartTime=now+{pause_s:.0f}")
-    except HpcDdpError as error:
-        say(error.message)
-    else:
-        # Slurm fails a job that starts within cred_expire (120 s) of its requeue.
-        sooner = f"scontrol update JobId={job_id} StartTime=now+150"
-        say(f"what its start lacks may come back: it waits {pause_s / 60:.0f} minutes, or {sooner}")
+        return []
+    # Slurm fails a job that starts within cred_expire (120 s) of its requeue.
+    sooner = f"scontrol update JobId={job_id} StartTime=now+150"
+    done = f"what its start lacks may come back: it waits {pause_s / 60:.0f} minutes, or {sooner}"
+    return [JobChange(f"StartTime=now+{pause_s:.0f}", done)]
 
 
-def _restore_limit(spec: JobSpec, job_id: str, limit_s: float | None) -> None:
-    """Set the time limit of a waiting job with ``--time-min`` to its ``--time`` again; do nothing
-    for a job without ``--time-min``, or where `limit_s` is no shorter than ``--time``.
+def _full_limit(spec: JobSpec, limit_s: float | None) -> list[JobChange]:
+    """Return the change by which a waiting job with ``--time-min`` has its ``--time`` again; [] for
+    a job without ``--time-min``, or where `limit_s` is no shorter than ``--time``.
 
     `limit_s` is the limit in seconds that Slurm chose for this attempt (None: not known). The
-    requeued job would keep it, and a user may raise a limit only while the job waits. A refusal of
-    Slurm is printed."""
+    requeued job would keep it, and a user may raise a limit only while the job waits."""
     if not spec.time_min or (limit_s or 0) >= (spec.time_s or math.inf):
-        return
-    try:
-        slurm.update_job(job_id, f"TimeLimit={spec.time}")
-    except HpcDdpError as error:
-        say(
-            f"the next attempt has the time limit of this one, and not {spec.time}: {error.message}"
-        )
+        return []
+    text = f"the next attempt has the time limit of this one, and not {spec.time}: "
+    return [JobChange(f"TimeLimit={spec.time}", refused=text)]
 
 
 def _leave_to_the_user(run: RunFolder) -> int:

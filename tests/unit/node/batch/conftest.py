@@ -10,7 +10,14 @@ from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node import batch
 from hpc_ddp.node.outcome import gather_facts
-from hpc_ddp.node.outcome.requeue import attempt_end, chain, excluded_nodes, next_start, vain_start
+from hpc_ddp.node.outcome.requeue import (
+    attempt_end,
+    chain,
+    excluded_nodes,
+    job_change,
+    next_start,
+    vain_start,
+)
 from hpc_ddp.node.watch import end_time
 from unit.fakes import Clock, Slurm, stop_clock
 from unit.node.batch.fakes import END, answer_scontrol, show_job
@@ -47,7 +54,7 @@ def attempt(run: RunFolder) -> AttemptFolder:
 def printed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The messages to the user."""
     lines: list[str] = []
-    outcome = (chain, excluded_nodes, gather_facts, next_start, attempt_end, vain_start)
+    outcome = (attempt_end, chain, excluded_nodes, gather_facts, job_change, next_start, vain_start)
     for module in (batch, *outcome):
         monkeypatch.setattr(module, "say", lines.append)
     return lines

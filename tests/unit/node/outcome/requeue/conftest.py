@@ -9,7 +9,7 @@ import pytest
 from hpc_ddp import slurm
 from hpc_ddp.core.journal import journal
 from hpc_ddp.core.run_folder import RunFolder
-from hpc_ddp.node.outcome.requeue import attempt_end, chain, excluded_nodes, next_start
+from hpc_ddp.node.outcome.requeue import attempt_end, chain, excluded_nodes, job_change, next_start
 from hpc_ddp.node.outcome.requeue.attempt_end import carry_out_verdict
 from hpc_ddp.node.outcome.verdict import Verdict
 from unit.fakes import Clock, stop_clock
@@ -33,7 +33,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def printed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The messages to the user."""
     lines: list[str] = []
-    for module in (chain, next_start, attempt_end):
+    for module in (attempt_end, chain, job_change, next_start):
         monkeypatch.setattr(module, "say", lines.append)
     monkeypatch.setattr(excluded_nodes, "say", lines.append)
     return lines

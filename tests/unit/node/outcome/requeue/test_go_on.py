@@ -395,3 +395,31 @@ def test_a_job_whose_exclusion_is_refused_continues(
     slurm_commands.answer("sbatch")
     assert end() == 0
     assert printed == ["scontrol refused: Access denied"]
+
+
+@pytest.mark.parametrize("is_refused", [False, True])
+def test_slurm_is_asked_before_the_requeue_and_changes_the_job_once(
+    slurm_commands: Slurm,
+    end: Callable[..., int],
+    run: RunFolder,
+    printed: list[str],
+    is_refused: bool,
+) -> None:
+    """KillWait after the requeue the batch shell is killed: a busy controller took longer to answer
+    `sbatch --test-only`, and nine starts in a row had the broken node."""
+    blame_nodes(run, "n2")
+    refusal = "[ $1$4 = updateTimeLimit=60 ] && { echo denied >&2; exit 1; }; " * is_refused
+    slurm_commands.answer_by("scontrol", f"{refusal}{RUNNING}")
+    slurm_commands.answer("sbatch")
+    slurm_commands.answer("sinfo")
+    verdict = Verdict(Cause.FAILED, Action.REQUEUE, "", pause_s=600.0)
+    assert end(verdict, time="60", time_min="30") == 0
+    lines = (slurm_commands.folder / "calls").read_text().split("\0\n")[:-1]
+    commands = [line.split("\0")[:2] for line in lines]
+    assert commands.index(["sbatch", "--test-only"]) < commands.index(["scontrol", "requeue"])
+    settings = ["ExcNodeList=n2", "TimeLimit=60", "StartTime=now+600"]
+    requeue, update, *others = changes_of(slurm_commands)
+    assert requeue == ["requeue", "7"]
+    assert update == ["update", "JobId=7", *settings]
+    assert [words[2] for words in others] == settings * is_refused
+    assert printed[0] == "kept off: n2"
