@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hpc_ddp.core.journal.events import JournalEvent, event_of
+from hpc_ddp.core.journal.events import JournalEvent
+from hpc_ddp.core.journal.parsing import event_of
 
 
 @dataclass(frozen=True)

@@ -231,6 +231,11 @@ class RunFolder:
         Raise OSError where the journal can't be read."""
         return is_finished(self.events())
 
+    def lacks_teardown(self, lines: Sequence[str]) -> bool:
+        """Return whether the run is finished, and the `lines` of its teardown, if any, have not
+        come to their end: a preemption cut them off. Raise as `finished`."""
+        return bool(lines) and not self.torn_down.exists() and self.finished()
+
     def gpu_hours(self, gpus_per_node: int, now: float | None = None) -> float:
         """Return the GPU hours that the run has used so far; for an array or a task of it, those of
         all tasks together.

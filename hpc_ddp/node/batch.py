@@ -32,7 +32,7 @@ from hpc_ddp.core.job.task_folder import run_of_job
 from hpc_ddp.core.job.trackers import tracker_env
 from hpc_ddp.core.job.variables import export_lines
 from hpc_ddp.core.journal.enums import Cause, NoticeSource
-from hpc_ddp.core.journal.events import Started
+from hpc_ddp.core.journal.events import Started, TeardownBegun
 from hpc_ddp.core.journal.journal import first_attempt
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.core.run_index import link_job
@@ -119,7 +119,8 @@ def _begin(environ: dict[str, str]) -> dict[str, str] | None:
     patiently(partial(chain.record_late_link, run, own_job, environ))
     is_link = patiently(partial(chain.is_link, run, array or own_job))
     if patiently(run.finished):
-        if restarts or is_link:  # no person has started it; Slurm may restart a job at its end
+        # No person has started it, as Slurm may restart a job at its end; or the teardown is left.
+        if restarts or is_link or patiently(partial(run.lacks_teardown, spec.teardown)):
             return None
         raise HpcDdpError(f"run {run.path} is finished", hint="start a new one: hpc-ddp submit")
     patiently(partial(chain.admit_job, run, restarts, is_link, own_job, array))
@@ -249,7 +250,12 @@ def plan_teardown(environ: dict[str, str]) -> str:
     end_time = job.end_time if job and job.preempted else end_of(job)
     end = end_time_at_start(environ) if end_time is None else end_time
     left_s = end - VERDICT_S - time.time()
-    cause = preview_cause(run_of_job(environ), attempt_of(environ), environ, job)
+    run, attempt = run_of_job(environ), attempt_of(environ)
+    cause = preview_cause(run, attempt, environ, job)
+    with contextlib.suppress(
+        OSError
+    ):  # so that a preemption finds a script's end, see `is_finished`
+        run.journal("batch", attempt.number).write(TeardownBegun(cause))
     if left_s < TEARDOWN_S:
         say(f"the teardown has {max(1, int(left_s))} s: the job's time is nearly over")
     most_s = MONTH_S if cause == Cause.FINISHED else TEARDOWN_S
@@ -262,7 +268,7 @@ def lines_of_no_attempt(environ: dict[str, str]) -> str:
     job.json can't be read."""
     run = run_of_job(environ)
     teardown = JobSpec.from_json(run.job_json.read_bytes()).teardown
-    if not teardown or run.torn_down.exists() or not run.finished():
+    if not run.lacks_teardown(teardown):
         return "exit 0"
     say("the run is finished; its teardown was cut off, and is run again")
     lines = shlex.quote("\n".join(teardown))
@@ -273,12 +279,12 @@ def lines_of_no_attempt(environ: dict[str, str]) -> str:
 def main(argv: list[str]) -> int:
     """Run the command of the batch script that `argv` names, see `_call`; return its exit code.
 
-    ``failed CODE`` is for set-up lines that have ended with CODE. The batch shell ends with it, or
-    with the code of ``begin`` or ``verdict`` that is not 0: `attempt_end.prepare_failed_end` keeps
-    Slurm from holding or requeueing such a job, if need be by another exit code."""
+    The batch shell ends with the code of ``first-job``, ``begin``, ``verdict`` or ``failed`` where
+    that is not 0: `attempt_end.prepare_failed_end` keeps Slurm from holding or requeueing such a
+    job, if need be by another exit code."""
     environ = dict(os.environ)
-    code = int(argv[1]) if argv[:1] == ["failed"] and argv[1] != "0" else _call(argv, environ)
-    if code and argv[:1] in (["begin"], ["verdict"], ["failed"]):
+    code = _call(argv, environ)
+    if code and argv[:1] in (["first-job"], ["begin"], ["verdict"], ["failed"]):
         return attempt_end.prepare_failed_end(environ, code)
     return code
 
@@ -293,24 +299,33 @@ def _call(argv: list[str], environ: dict[str, str]) -> int:
     """Run the command of the batch script that `argv` names; return its exit code: that of the
     verdict for ``verdict``, 2 for an unknown name, else 0. An HpcDdpError, an OSError and the
     error of a damaged file are printed; the code is the error's own, `CAN_GO_ON`, or that of
-    `vain_start.end_for_disk`. ``failed 0``, for an end on purpose, cancels a chain's next job;
-    ``cut-off`` is for set-up lines that Slurm ends.
+    `vain_start.end_for_disk`. ``failed CODE`` is for set-up lines that have ended with CODE; with
+    0, an end on purpose, a chain's next job is cancelled;
+    ``cut-off`` is for a job that Slurm ends before its attempt; its code is 0 if the run goes on.
 
-    ``begin`` prints bash lines for the batch shell (``exit 0`` where there is nothing to do),
+    ``begin`` and ``first-job`` print bash lines for the batch shell (``exit 0`` where there is
+    nothing to do, or the job starts again), the latter `first_job.variables` for set-up lines;
     ``teardown-plan`` a number and a word, ``next-port`` a number. ``warned`` and ``watch`` ignore
     SIGTERM, and end with the batch shell."""
     try:
         match argv:
+            case ["first-job"]:
+                run = run_of_job(environ)
+                starts = patiently(partial(first_job.count_starts, run))
+                variables = partial(first_job.variables, run, starts, environ)
+                answer(export_lines(patiently(variables)))
             case ["queue-next"]:
                 queue_next(environ)
             case ["failed", "0"]:
                 job = ask_about_job(environ["SLURM_JOB_ID"], is_quiet=True)
                 chain.end_by_setup(run_of_job(environ), environ, job)
+            case ["failed", code]:
+                return vain_start.go_on_after_failed_setup(environ, int(code))
             case ["cut-off"]:
-                vain_start.go_on_after_cut_off_setup(environ)
+                return vain_start.go_on_after_cut_off(environ)
             case ["begin"]:
-                values = begin(environ)
-                answer(lines_of_no_attempt(environ) if values is None else export_lines(values))
+                begun = begin(environ)
+                answer(lines_of_no_attempt(environ) if begun is None else export_lines(begun))
             case ["interrupted"]:
                 give_notice_of_interrupt(environ)
             case ["warned"]:

@@ -181,9 +181,9 @@ def plan_continuation(
             "--site has no effect beside --run: the run keeps its settings; accepted: single ones",
             hint="--partition, --account, --gpus-per-node …; or a new run, without --run",
         )
-    if run.finished():
-        raise UsageError(f"run {run.path} is finished", hint="start a new one without --run")
     spec = _read_spec(run)
+    if run.finished() and not run.lacks_teardown(spec.teardown):
+        raise UsageError(f"run {run.path} is finished", hint="start a new one without --run")
     changed = _fields_of(spec, options, settings, cwd)
     # The run's earlier back-end does not count: a local run may continue in Slurm, and vice versa.
     changed.setdefault("backend", settings.get("backend", "slurm"))

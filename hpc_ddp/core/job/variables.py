@@ -100,6 +100,7 @@ _OF_A_PMI_TASK = re.compile(r"PMI2?_(RANK|SIZE|ID|FD|PORT|JOBID)|PMIX_(RANK|NAME
 
 # A later job of a run has other values of these than its first one, which set-up lines may read.
 OF_FIRST_JOB = (
+    "HPC_DDP_FIRST_START",
     *("SLURM_RESTART_COUNT", "SLURM_SUBMIT_DIR", "SLURM_ARRAY_TASK_COUNT"),
     *("SLURM_ARRAY_TASK_MIN", "SLURM_ARRAY_TASK_MAX", "SLURM_ARRAY_TASK_STEP"),
 )

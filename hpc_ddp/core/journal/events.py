@@ -1,7 +1,8 @@
 """The events of a run's journal: one record for each, with its writer, fields and units.
 
 The table of ``docs/reference.md`` is made from them. An optional field that is None is not written.
-Reading is lenient, since a line may be another version's or damaged: see `parse_event`.
+Reading is lenient, since a line may be another version's or damaged: see
+`parsing.parse_event`.
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ from dataclasses import Field, dataclass, field, fields
 from functools import cache
 from typing import Any, ClassVar
 
-from hpc_ddp.core.file_io import parse_object
 from hpc_ddp.core.journal.enums import Action, Bound, Cause, EndKind, StopReason
 from hpc_ddp.core.journal.fields import checked, read_fields, to_number
 
 LOGIN_NODE, BATCH_SCRIPT, SUPERVISOR = "login node", "batch script", "supervisor"
 RANK_0, ANY_RANK = "rank 0", "any rank"
+HEAD = ("time", "event", "attempt")  # the fields of each line
 
 
 @dataclass(frozen=True)
@@ -242,7 +243,7 @@ class MetricsLine(JournalEvent):
     @classmethod
     def read_fields(cls, line: Mapping[str, Any]) -> dict[str, Any]:
         """Return the line's ``values``; raise ValueError for a step that is no whole number."""
-        values = {name: entry for name, entry in line.items() if name not in _HEAD}
+        values = {name: entry for name, entry in line.items() if name not in HEAD}
         for name in ("step", "total_steps"):
             if values.get(name) is not None:
                 checked(values[name], "int")
@@ -314,6 +315,15 @@ class Finished(JournalEvent):
 
 
 @dataclass(frozen=True)
+class TeardownBegun(JournalEvent):
+    """The user's lines after an attempt begin; the verdict, which comes last, will have `cause`."""
+
+    event = "teardown"
+    writer = BATCH_SCRIPT
+    cause: Cause
+
+
+@dataclass(frozen=True)
 class RankFailed(JournalEvent):
     """An exception has ended a rank, or its script has left the loop too early (`EARLY_EXIT`)."""
 
@@ -376,25 +386,3 @@ _WITH_STEP = (
 def step_of(event: JournalEvent | None) -> int | None:
     """Return the step of an event; None for no event, and for one without a step."""
     return event.step if isinstance(event, _WITH_STEP) else None
-
-
-_BY_NAME = {kind.event: kind for kind in EVENTS}
-_HEAD = ("time", "event", "attempt")
-
-
-def parse_event(line: bytes | str) -> JournalEvent | None:
-    """Return the event of a line; None for a damaged line, and for an unknown kind of event."""
-    try:
-        return event_of(parse_object(line))
-    except ValueError:
-        return None
-
-
-def event_of(line: Any) -> JournalEvent | None:
-    """Return the event of a line's JSON value; None for no object, and for an unknown kind. Raise
-    ValueError for a value of another type, and for a missing time, attempt or cause, say."""
-    kind = _BY_NAME.get(str(line.get("event"))) if isinstance(line, dict) else None
-    if kind is None:
-        return None
-    time, attempt = checked(line.get("time"), "float"), checked(line.get("attempt"), "int")
-    return kind(**kind.read_fields(line), time=time, attempt=attempt)

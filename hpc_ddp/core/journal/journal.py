@@ -34,13 +34,13 @@ from hpc_ddp.core.journal.events import (
     MetricsLine,
     Started,
     StepTiming,
+    TeardownBegun,
     VerdictGiven,
     WorkerStarted,
-    event_of,
-    parse_event,
     step_of,
 )
 from hpc_ddp.core.journal.line_reader import CURVE_START, LineReader
+from hpc_ddp.core.journal.parsing import event_of, parse_event
 from hpc_ddp.core.journal.stragglers import IN_A_ROW
 
 E = TypeVar("E", bound=JournalEvent)
@@ -238,21 +238,22 @@ def events_of(path: Path) -> Iterator[JournalEvent]:
 
 def is_finished(events: Sequence[JournalEvent]) -> bool:
     """Return whether a run has reached its end, by its journal. The newest attempt that has a
-    verdict or a `finished` decides: by its last verdict, or without one by `finished`. False where
-    no attempt has either. A verdict ``superseded`` decides nothing: Slurm may start a job again,
-    for a node that was cut off, after the training has finished there.
+    verdict, a `teardown` or a `finished` decides: by its last verdict, or without one by the cause
+    that stood fixed before its teardown, or else by `finished`. False where no attempt has any. A
+    verdict ``superseded`` decides nothing: Slurm may start a job again, for a node that was cut
+    off, after the training has finished there.
 
     Where the exit code counts (see `Finished`), `finished` alone is enough only if the run was
     started plainly: then no verdict follows.
     """
     ends = [event for event in events if not _is_superseded(event)]
-    last = last_event(ends, VerdictGiven, Finished)
+    last = last_event(ends, VerdictGiven, TeardownBegun, Finished)
     if last is None:
         return False
     # Their clocks may differ, where the verdict is made on a login node (salloc).
     ends = [event for event in ends if event.attempt == last.attempt]
-    if verdict := last_event(ends, VerdictGiven):
-        return verdict.cause is Cause.FINISHED
+    if end := last_event(ends, VerdictGiven) or last_event(ends, TeardownBegun):
+        return end.cause is Cause.FINISHED
     started = last_event(ends, Started)
     has_launcher = started is not None and started.nodes is not None
     by_code = isinstance(last, Finished) and (last.at_exit or last.within)

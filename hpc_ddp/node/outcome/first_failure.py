@@ -20,8 +20,9 @@ from hpc_ddp.core.errors import (
 )
 from hpc_ddp.core.file_io import read_json, read_tail
 from hpc_ddp.core.job.attempt_folder import AttemptFolder, NodeFolder
-from hpc_ddp.core.journal.events import JournalEvent, RankFailed, WorkerStarted, parse_event
+from hpc_ddp.core.journal.events import JournalEvent, RankFailed, WorkerStarted
 from hpc_ddp.core.journal.journal import last_event
+from hpc_ddp.core.journal.parsing import parse_event
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node.outcome.oom import KILLED
 from hpc_ddp.node.workers.worker import AGAIN
@@ -43,6 +44,7 @@ _OF_DEVICE = re.compile(r"(?:CUDA|HIP) error: (?!.*(?:CUDA|HIP) error: ).*")
 _OF_MACHINE = re.compile(
     r"\[Errno (?:5|6|19|107|108|116)\]"
     r"|\[Errno (?:28|30|117)\][^']*'/(?:tmp|var/tmp|dev/shm|local\w*)/"
+    r"|/(?:tmp|var/tmp|dev/shm|local\w*)/[^']*'?: (?:No space left on device|Read-only file system)"
     r"|No usable temporary directory|uncorrectable (?:ECC|NVLink)|GPU (?:is lost|has fallen off)"
     r"|\bXid\b|No \w+ (?:GPU|XPU|NPU|device)s? (?:is|are) available|no \w+-capable device"
     r"|device\(s\) is/are busy or unavailable|(?:CUDA|HIP) unknown error"
@@ -104,7 +106,8 @@ class Failure:
     def is_of_machine(self) -> bool:
         """Whether the error is the node's own: of its disk, its accelerators or their driver. An
         error of the kind ``disk`` is not: a save failed, and all nodes share its disk."""
-        return self.kind != "disk" and bool(_OF_MACHINE.search(self.error))
+        text = self.error or self.last_line  # the latter of a program of set-up lines, say
+        return self.kind != "disk" and bool(_OF_MACHINE.search(text))
 
     @property
     def is_of_peers(self) -> bool:

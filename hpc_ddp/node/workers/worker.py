@@ -153,8 +153,8 @@ def make_compile_cache() -> str:
     pickles from it. Raise OSError if the folder in the run can't be made, or if other users may
     write it.
     """
-    refusal, tmp = None, os.environ.get("TMPDIR") or "/tmp"
-    in_tmp = os.path.join(tmp, f"hpc-ddp-compile-{os.geteuid()}")
+    refusal, parent = None, os.environ.get("TMPDIR") or "/tmp"
+    in_tmp = os.path.join(parent, f"hpc-ddp-compile-{os.geteuid()}")
     in_run = os.path.join(os.environ["HPC_DDP_RUN"], "compile-cache")
     for folder in (in_tmp, in_run):
         try:

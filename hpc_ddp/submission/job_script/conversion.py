@@ -53,11 +53,9 @@ ONLY_DELETES = re.compile(
     r"rm(\s+-\w+)*(\s+[\"']?(?!\S*\.\.|\S*\bruns\b)([\w.${}~-]*/)*\w[\w.*-]*(/|/\*)?[\"']?(?=\s|$))+"
     r"(\s*\d?>+&?\s*\S+)*(\s*\|\|\s*(true|:))?"
 )
-# Whether a run, or the task of an array that it is, has had an attempt.
-ATTEMPTED = (
-    '[ -e "$HPC_DDP_RUN/logs/attempt-0" ]'
-    ' || [ -e "$HPC_DDP_RUN/task-${SLURM_ARRAY_TASK_ID-}/logs/attempt-0" ]'
-)
+# Whether a run, or the task of an array that it is, may have had an attempt: nothing is deleted
+# where that can't be known.
+ATTEMPTED = '[ "${HPC_DDP_FIRST_START-}" != yes ]'
 # Limits of lines: the test that leaves one out, and the note.
 ONCE = ATTEMPTED, "deletes in the first attempt alone: later ones go on with what is there"
 FINALLY = (

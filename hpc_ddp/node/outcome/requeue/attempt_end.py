@@ -78,12 +78,17 @@ def carry_out_verdict(
     the run's folder can't be read or written, KeyError outside of a job.
     """
     link = attempt.link
+    ids = facts.restarts, facts.attempt
+    start = EndedStart(run, facts.spec, environ, *ids, attempt, verdict.pause_s)
+    is_cut_off = verdict.cause == Cause.FINISHED and facts.job and facts.job.preempted
+    if is_cut_off and run.lacks_teardown(facts.spec.teardown):
+        say("the teardown was cut off by a preemption: the job starts again for it")
+        return go_on(start, facts.job)
     if verdict.action == Action.REQUEUE:
         if INTERACTIVE in environ:  # an allocation is no batch job: nothing to requeue
             say(f"go on with: hpc-ddp submit --backend salloc --run {run.quoted}")
             return CAN_GO_ON
-        values = run, facts.spec, environ, facts.restarts, facts.attempt, attempt, verdict.pause_s
-        return go_on(EndedStart(*values), facts.job)
+        return go_on(start, facts.job)
     if verdict.cause != Cause.SUPERSEDED and link and INTERACTIVE not in environ:
         try:
             slurm.cancel([link.id])

@@ -26,7 +26,7 @@ KEPT_OFF_S = 24 * 3600.0  # as long as a node takes to be looked after, or to pr
 
 def keep_off(run: RunFolder, job_id: str, give_up: float | None = None) -> None:
     """Have Slurm keep a waiting job off the nodes of `excluded_nodes`, and off no others
-    (`exclusion_of`). What is changed, and refusals, are printed. A silent Slurm is waited for until
+    (`exclusion_of`). Changes and refusals are printed. A silent Slurm is waited for until
     `give_up`, a time of ``time.monotonic()`` (None: two minutes), for its list, and two minutes for
     the change. Raises OSError if the journal can't be read."""
     change_job(job_id, exclusion_of(run, job_id, give_up))

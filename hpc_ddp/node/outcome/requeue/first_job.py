@@ -13,17 +13,15 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from hpc_ddp.core.console.terminal import answer
-from hpc_ddp.core.errors import HpcDdpError
 from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.job.slurm_values import array_indexes
-from hpc_ddp.core.job.task_folder import run_of_job
-from hpc_ddp.core.job.variables import SECRET_NAME_OF_BASH, URL_WITH_PASSWORD, export_lines
+from hpc_ddp.core.job.variables import SECRET_NAME_OF_BASH, URL_WITH_PASSWORD
 from hpc_ddp.core.journal.journal import first_attempt
 from hpc_ddp.core.run_folder import RunFolder
 
 # The variable with Slurm's own count of this job's restarts: `variables` may change Slurm's.
 RESTARTS = "HPC_DDP_SLURM_RESTARTS"
+FIRST_START = "HPC_DDP_FIRST_START"
 
 
 def variables(run: RunFolder, starts: int, environ: Mapping[str, str]) -> dict[str, str]:
@@ -34,13 +32,16 @@ def variables(run: RunFolder, starts: int, environ: Mapping[str, str]) -> dict[s
     it. It is left out if it is 0. SLURM_SUBMIT_DIR is the folder of the first submit. In a task of
     an array the number of tasks, and the range and step of their indexes, are those of the whole
     array: scripts share out their data by them, and this job may have only some of the tasks.
-    `RESTARTS` has Slurm's own count. Raises OSError where the run's job.json can't be read,
-    UsageError where it is broken.
+    `RESTARTS` has Slurm's own count. HPC_DDP_FIRST_START is ``yes`` until the run's first attempt
+    is over, also after a ``--fresh``: set-up lines may delete old results by it. Raises OSError
+    where the run's job.json or journal can't be read, UsageError where job.json is broken.
     """
     array = RunFolder(run.whole)
     spec = JobSpec.from_json(array.job_json.read_bytes())
     own_restarts = environ.get(RESTARTS) or environ.get("SLURM_RESTART_COUNT") or "0"
     values = {RESTARTS: own_restarts}
+    if not starts and not first_attempt(run.events()):
+        values[FIRST_START] = "yes"
     if restarts := max(starts, int(own_restarts)):
         values["SLURM_RESTART_COUNT"] = str(restarts)
     if spec.submit_dir:
@@ -100,14 +101,3 @@ def _file(environ: Mapping[str, str]) -> Path:
     folders = (run, RunFolder(run.whole))  # a task's job may have its own script, or its array's
     paths = [folder.logs / f".environ-{environ['SLURM_JOB_ID']}" for folder in folders]
     return next(filter(Path.exists, paths), paths[-1])
-
-
-def main(_: list[str]) -> int:
-    """Print for the batch script, before its set-up lines, the lines of bash that export
-    `variables`; return 0. Where the run's folder can't be used, or a variable or file is damaged,
-    nothing is printed: ``batch begin``, which comes later, reports the error."""
-    environ = dict(os.environ)
-    with suppress(HpcDdpError, OSError, KeyError, ValueError):
-        run = run_of_job(environ)
-        answer(export_lines(variables(run, count_starts(run), environ)))
-    return 0

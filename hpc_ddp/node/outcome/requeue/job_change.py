@@ -21,7 +21,7 @@ class JobChange(NamedTuple):
 
 def change_job(job_id: str, changes: Sequence[JobChange]) -> None:
     """Have Slurm make `changes` of a waiting job, all in one call: little time may be left. Where
-    Slurm refuses that, each is tried alone. What is made, and refusals, are printed."""
+    Slurm refuses that, each is tried alone. Changes that are made and refusals are printed."""
     if not changes:
         return
     try:

@@ -1,4 +1,4 @@
-"""Starts that came to nothing: the disk refused them, or Slurm ended their set-up lines.
+"""Starts that came to nothing: the disk refused them, Slurm ended them, or set-up lines failed.
 
 There is no attempt to judge then. The bound is `max_failures`, as for the starts of a node.
 """
@@ -6,6 +6,8 @@ There is no attempt to judge then. The bound is `max_failures`, as for the start
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 
 from hpc_ddp.core.attempt_env import INTERACTIVE
 from hpc_ddp.core.console.terminal import answer, say
@@ -14,57 +16,82 @@ from hpc_ddp.core.file_io import read_json
 from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.job.task_folder import run_of_job
 from hpc_ddp.core.run_folder import RunFolder
+from hpc_ddp.node.outcome.bounds import PAUSES_S
 from hpc_ddp.node.outcome.requeue.attempt_end import noted_restarts
 from hpc_ddp.node.outcome.requeue.chain import command_to_go_on, record_vain_job
-from hpc_ddp.node.outcome.requeue.next_start import EndedStart, go_on
+from hpc_ddp.node.outcome.requeue.next_start import EndedStart, ask_about_job, go_on
 
 
 def end_for_disk(call: str, environ: dict[str, str], error: OSError) -> int:
     """Print that the disk has refused a call of the batch script by `error`, and how the run goes
-    on; return the exit code. After ``begin`` and ``verdict`` the run goes on by itself
-    (`_start_again`): the code is then 0, and the batch shell ends. Else it is `CAN_GO_ON`."""
+    on; return the exit code. After ``first-job``, ``begin`` and ``verdict`` the run goes on by
+    itself (`_start_again`): the code is then 0, and the batch shell ends. Else it is
+    `CAN_GO_ON`."""
     say(f"the run's folder can't be used: {error}")
-    if call not in ("begin", "verdict"):
-        say(f"once it can: {command_to_go_on(environ)}")
-        return CAN_GO_ON
-    code = _start_again(environ)
-    if call == "begin" and code == 0:
+    if call not in ("first-job", "begin", "verdict"):
+        return _leave_to_the_user(environ)
+    code = _start_again(environ, PAUSES_S)
+    if call != "verdict" and code == 0:
         answer("exit 0")
     return code
 
 
-def go_on_after_cut_off_setup(environ: dict[str, str]) -> None:
-    """Have the run go on after set-up lines that Slurm ends, at the time limit or by a preemption
-    where PreemptMode is CANCEL (`_start_again`), and print that; not after a scancel."""
-    say("Slurm ends the job in its set-up lines")
-    _start_again(environ)
+def go_on_after_cut_off(environ: dict[str, str]) -> int:
+    """Have the run go on after a start that Slurm ends before the attempt, as in the set-up lines,
+    at the time limit or by a preemption where PreemptMode is CANCEL, and print that; not after a
+    scancel. Return as `_start_again`."""
+    say("Slurm ends the job before its attempt")
+    return _start_again(environ)
 
 
-def _start_again(environ: dict[str, str]) -> int:
-    """Have the run go on (`go_on`) after a start or verdict that has come to nothing by no fault of
-    the run. Return 0 if it does, else `CAN_GO_ON`, with the command for the user printed: in an
-    allocation, after more than ``max_failures`` starts in vain in a row, where a bound permits no
-    start, or where job.json or the run's folder can't be used."""
+def go_on_after_failed_setup(environ: dict[str, str], code: int) -> int:
+    """Return the exit code for a job whose set-up lines have ended with `code`, which is not 0. In
+    a run that has had an attempt the lines have worked before: what they lack, data or room on a
+    disk, may come back, so the run goes on (`_start_again`), and the code is 0 if it does. Else it
+    is `code`, as in an allocation."""
     try:
-        if INTERACTIVE not in environ:
-            run = run_of_job(environ)
-            spec = JobSpec.from_json(run.job_json.read_bytes())
-            start, vain_starts = _this_start(run, spec, environ)
-            limit = math.inf if spec.max_requeues is None else spec.max_requeues
-            if start.restarts < min(run.most_requeues, limit) and vain_starts <= spec.max_failures:
-                if start.link:
-                    record_vain_job(run, environ)  # else the link takes this job for failed
-                code = go_on(start)
-                if code == 0:
-                    say(
-                        f"starts that came to nothing: {vain_starts} of at most {spec.max_failures}"
-                    )
-                return code
-            say(
-                f"the job was requeued {start.restarts} times, {vain_starts} starts came to nothing"
-            )
+        has_worked = INTERACTIVE not in environ and bool(run_of_job(environ).attempts())
+    except (OSError, HpcDdpError):
+        has_worked = False
+    if not has_worked:
+        return code
+    say(f"the set-up lines have ended with code {code}; in an earlier start they did not")
+    return 0 if _start_again(environ, PAUSES_S) == 0 else code
+
+
+def _start_again(environ: dict[str, str], pauses_s: Sequence[float] = (0.0,)) -> int:
+    """Have the run go on (`go_on`) after a start or verdict that has come to nothing by no fault of
+    the run, put off by one of `pauses_s` after the other, or else the last. Return 0 if it does,
+    else `CAN_GO_ON`, with the command for the user printed: in an allocation, after more than
+    ``max_failures`` starts in vain in a row, unless this one was preempted, where a bound permits
+    no start, or where job.json or the run's folder can't be used."""
+    if INTERACTIVE in environ:
+        return _leave_to_the_user(environ)
+    try:
+        run = run_of_job(environ)
+        spec = JobSpec.from_json(run.job_json.read_bytes())
+        start, count = _this_start(run, spec, environ)
+        start = replace(start, pause_s=pauses_s[min(max(count, 1), len(pauses_s)) - 1])
+        job = ask_about_job(start.job_id, give_up=start.give_up)
+        is_preempted = bool(job and job.preempted)
+        limit = math.inf if spec.max_requeues is None else spec.max_requeues
+        is_over_limit = start.restarts >= min(run.most_requeues, limit)
+        if is_over_limit or (count > spec.max_failures and not is_preempted):
+            say(f"the job was requeued {start.restarts} times, {count} starts came to nothing")
+            return _leave_to_the_user(environ)
+        if start.link:
+            record_vain_job(run, environ)  # else the link takes this job for failed
+        code = go_on(start, job)
     except (OSError, HpcDdpError) as error:
         say(str(error))
+        return _leave_to_the_user(environ)
+    if code == 0 and not is_preempted:
+        say(f"starts that came to nothing: {count} of at most {spec.max_failures}")
+    return code
+
+
+def _leave_to_the_user(environ: dict[str, str]) -> int:
+    """Print the command by which the user continues the run; return `CAN_GO_ON`."""
     say(f"once it can: {command_to_go_on(environ)}")
     return CAN_GO_ON
 

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpc_ddp.core.journal.events import EVENTS, parse_event, step_of
+from hpc_ddp.core.journal.events import EVENTS, step_of
 from hpc_ddp.core.journal.journal import read_briefly, read_events
+from hpc_ddp.core.journal.parsing import parse_event
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpc_ddp.core.journal.events import JournalEvent, Submitted, WorkerStarted, event_of
+from hpc_ddp.core.journal.events import JournalEvent, Submitted, WorkerStarted
 from hpc_ddp.core.journal.goodput import PARTS, account, line, pieces, share, start_costs
+from hpc_ddp.core.journal.parsing import event_of
 from tests.raw_events import typed
 
 

@@ -54,6 +54,7 @@ def test_the_step_gets_its_variables(controller: Slurm, run: RunFolder) -> None:
         "HPC_DDP_FIRST_ATTEMPT": "0",
         "HPC_DDP_WARM_START": "1",
         "HPC_DDP_SLURM_RESTARTS": "3",
+        "HPC_DDP_FIRST_START": "yes",
         "SLURM_RESTART_COUNT": "3",
         **tracker_env(run, {}),
     }

@@ -16,7 +16,7 @@ from hpc_ddp.core.job.attempt_folder import AttemptFolder
 from hpc_ddp.core.job.job_ref import JobRef
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node import batch
-from hpc_ddp.node.outcome.requeue import chain
+from hpc_ddp.node.outcome.requeue import chain, first_job
 from unit.fakes import Clock, Slurm, raise_disk_full, stop_clock
 from unit.node.batch.fakes import answer_scontrol, job_environ, show_job, write_spec
 
@@ -103,15 +103,19 @@ def test_a_disk_without_room_is_waited_for_in_the_queue(
     answer_scontrol(controller, show_job(restarts=restarts))
     code = _begin(monkeypatch, run, SLURM_RESTART_COUNT=str(restarts))
     changes = [words for words in controller.calls("scontrol") if words[0] != "show"]
-    limit = [["update", "JobId=7", "TimeLimit=60"]] if "time_min" in spec else []
-    assert changes == ([["requeue", "7"], *limit] if is_requeued else [])
+    settings = ["TimeLimit=60"] if "time_min" in spec else []
+    pause = {1: "", 2: "600", 3: "1800"}.get(restarts + 1 - attempts)
+    settings += [f"StartTime=now+{pause}"] if pause else []
+    update = [["update", "JobId=7", *settings]] if settings else []
+    assert changes == ([["requeue", "7"], *update] if is_requeued else [])
     assert code == (0 if is_requeued else CAN_GO_ON)
     assert ("exit 0" in capsys.readouterr().out) is is_requeued
     count = restarts + 1 - attempts
     bound = f"the job was requeued {restarts} times, {count} starts came to nothing"
     refusal = [bound, f"once it can: hpc-ddp submit --run {run.path}"]
     again = f"starts that came to nothing: {count} of at most 3"
-    assert printed == [REFUSED, *([again] if is_requeued else refusal)]
+    lines = [line for line in printed if "it waits" not in line]
+    assert lines == [REFUSED, *([again] if is_requeued else refusal)]
 
 
 def _refuse_requeue(controller: Slurm) -> None:
@@ -164,12 +168,24 @@ def test_starts_in_vain_are_counted_over_jobs(
     write_json(run.vain_jobs, {"4": 0.0, "5": 0.0, "6": 0.0})
     for name, value in job_environ(run).items():
         monkeypatch.setenv(name, value)
-    assert batch.main(["cut-off"]) == 0
+    assert batch.main(["cut-off"]) == CAN_GO_ON
     assert printed[1:] == [
         "the job was requeued 0 times, 4 starts came to nothing",
         f"once it can: hpc-ddp submit --run {run.path}",
     ]
     assert controller.calls("sbatch") == []
+
+
+def test_preemptions_before_an_attempt_are_not_bounded(
+    controller: Slurm, run: RunFolder, printed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_spec(run, max_failures=0)
+    answer_scontrol(controller, show_job(preempted="2026-11-21T10:00:30"))
+    for name, value in job_environ(run).items():
+        monkeypatch.setenv(name, value)
+    assert batch.main(["cut-off"]) == 0
+    assert ["requeue", "7"] in controller.calls("scontrol")
+    assert printed == ["Slurm ends the job before its attempt"]
 
 
 def test_no_new_job_is_queued_that_nothing_would_bound(
@@ -179,7 +195,7 @@ def test_no_new_job_is_queued_that_nothing_would_bound(
     monkeypatch.setattr(chain, "write_json", raise_disk_full)
     for name, value in job_environ(run).items():
         monkeypatch.setenv(name, value)
-    assert batch.main(["cut-off"]) == 0
+    assert batch.main(["cut-off"]) == CAN_GO_ON
     assert controller.calls("sbatch") == []
     assert printed[-1] == f"once it can: hpc-ddp submit --run {run.path}"
 
@@ -210,7 +226,7 @@ def test_a_chains_next_job_goes_on_after_a_start_in_vain(
         monkeypatch.setenv(name, value)
     is_cancelled = state == "CANCELLED"
     code = batch.main([cause])
-    assert code == (CAN_GO_ON if is_cancelled and cause == "begin" else 0)
+    assert code == (CAN_GO_ON if is_cancelled else 0)
     assert len(controller.calls("sbatch")) == (state == "FAILED")
     assert [*read_json(run.vain_jobs)] == ["7"]
     assert read_json(run.early_links) == {"7": "9" if state == "FAILED" else "8"}
@@ -248,9 +264,10 @@ def test_set_up_lines_that_are_cut_off_are_run_again(
     answer_scontrol(controller, record)
     for name, value in job_environ(run).items():
         monkeypatch.setenv(name, value)
-    assert batch.main(["cut-off"]) == 0
+    is_left_alone = "Restarts=1" in record
+    assert batch.main(["cut-off"]) == (0 if is_requeued or is_left_alone else CAN_GO_ON)
     assert (["requeue", "7"] in controller.calls("scontrol")) is is_requeued
-    assert printed[0] == "Slurm ends the job in its set-up lines"
+    assert printed[0] == "Slurm ends the job before its attempt"
 
 
 @pytest.mark.parametrize("reason", ["cancelled", "ended", "started anew", "interactive"])
@@ -287,3 +304,63 @@ def test_a_job_that_is_over_is_not_requeued_for_its_disk(
         "interactive": f"once it can: hpc-ddp submit --run {run.path}",
     }[reason]
     assert line in printed
+
+
+def _call(monkeypatch: pytest.MonkeyPatch, run: RunFolder, *argv: str, **values: str) -> int:
+    for name, value in job_environ(run, **values).items():
+        monkeypatch.setenv(name, value)
+    return batch.main([*argv])
+
+
+@pytest.mark.parametrize("is_away", [True, False])
+def test_set_up_lines_have_the_variables_of_the_run_or_do_not_run(
+    controller: Slurm,
+    run: RunFolder,
+    printed: list[str],
+    patience: Clock,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    is_away: bool,
+) -> None:
+    """Without SLURM_RESTART_COUNT some lines delete what an earlier start has saved."""
+    run.claim_attempt({"job_id": "7", "nodes": ["n1"], "restarts": 0}, lambda info: False)
+    if is_away:
+        reads = iter([OSError(errno.ESTALE, "Stale file handle")] * 200)
+        monkeypatch.setattr(first_job, "count_starts", lambda run: _raise(next(reads)))
+    answer_scontrol(controller, show_job(restarts=1))
+    assert _call(monkeypatch, run, "first-job", SLURM_RESTART_COUNT="1") == 0
+    out = capsys.readouterr().out
+    assert ("export SLURM_RESTART_COUNT=1" in out) is not is_away
+    assert ("exit 0" in out) is is_away
+    assert (["requeue", "7"] in controller.calls("scontrol")) is is_away
+    assert (sum(patience.slept) > 50.0) is is_away
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
+@pytest.mark.parametrize(
+    ("attempts", "restarts", "code", "pause"),
+    [(0, 0, 3, ""), (1, 1, 0, ""), (1, 2, 0, "600"), (1, 3, 0, "1800"), (1, 4, 3, "")],
+)
+def test_set_up_lines_that_have_worked_before_are_run_again(
+    controller: Slurm,
+    run: RunFolder,
+    printed: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    attempts: int,
+    restarts: int,
+    code: int,
+    pause: str,
+) -> None:
+    """Data were away for 15 s, and `set -e` with a `cp` ended a run that had trained."""
+    for _ in range(attempts):
+        run.claim_attempt({"job_id": "7", "nodes": ["n1"], "restarts": 0}, lambda info: False)
+    answer_scontrol(controller, show_job(restarts=restarts))
+    controller.answer("scontrol", "RequeueExit = (null)")
+    code_now = _call(monkeypatch, run, "failed", "3", SLURM_RESTART_COUNT=str(restarts))
+    assert code_now == code
+    changes = [words for words in controller.calls("scontrol") if words[0] != "show"]
+    update = [["update", "JobId=7", f"StartTime=now+{pause}"]] if pause else []
+    assert changes == ([["requeue", "7"], *update] if code == 0 else [])

@@ -58,34 +58,21 @@ def test_a_task_has_the_numbers_of_the_whole_array(
 
 def test_a_job_that_is_no_task_has_no_numbers_of_one(run: RunFolder) -> None:
     run.job_json.write_text(JobSpec("train.py", array="0-3").to_json())
-    assert first_job.variables(run, 0, {}) == {"HPC_DDP_SLURM_RESTARTS": "0"}
-
-
-def test_the_batch_script_is_answered_with_lines_for_bash(
-    run: RunFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("HPC_DDP_RUN", str(run.path))
-    monkeypatch.delenv("SLURM_ARRAY_TASK_ID", raising=False)
-    run.claim_attempt({}, lambda info: False)
-    assert first_job.main([]) == 0
-    assert "export SLURM_RESTART_COUNT=1\n" in capsys.readouterr().out
-    run.job_json.unlink()
-    assert first_job.main([]) == 0
-    assert capsys.readouterr().out == ""
+    values = {"HPC_DDP_SLURM_RESTARTS": "0", "HPC_DDP_FIRST_START": "yes"}
+    assert first_job.variables(run, 0, {}) == values
 
 
 @pytest.mark.parametrize(
-    "damage",
-    [{"HPC_DDP_RUN": ""}, {"SLURM_ARRAY_TASK_ID": "x"}, {"SLURM_RESTART_COUNT": "x"}],
+    ("attempts", "fresh", "is_first"), [(0, None, True), (1, None, False), (1, 1, False)]
 )
-def test_damage_is_left_to_batch_begin(
-    run: RunFolder,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    damage: dict[str, str],
+def test_set_up_lines_may_delete_old_results_in_a_first_start_alone(
+    run: RunFolder, attempts: int, fresh: int | None, is_first: bool
 ) -> None:
-    monkeypatch.delenv("SLURM_ARRAY_TASK_ID", raising=False)
-    for name, value in {"HPC_DDP_RUN": str(run.path), **damage}.items():
-        monkeypatch.setenv(name, value)
-    assert first_job.main([]) == 0
-    assert capsys.readouterr().out == ""
+    """By the presence of this variable; a line by the absence of a file deleted the checkpoints of
+    a run whose disk was away for a moment."""
+    if fresh:
+        run.journal("submit").write(raw("fresh", first_attempt=fresh))
+    for _ in range(attempts):
+        run.claim_attempt({}, lambda info: False)
+    values = first_job.variables(run, first_job.count_starts(run), {})
+    assert (values.get("HPC_DDP_FIRST_START") == "yes") is is_first

@@ -14,6 +14,7 @@ from hpc_ddp.core.journal.enums import Action, Bound, Cause, EndKind
 from hpc_ddp.core.journal.events import JournalEvent
 from hpc_ddp.node.outcome.attempt_facts import EARLY_S
 from hpc_ddp.node.outcome.bounds import too_many_silent
+from hpc_ddp.node.outcome.first_failure import Failure
 from hpc_ddp.node.outcome.verdict import Verdict, decide
 from hpc_ddp.slurm_text import Job
 from tests.raw_events import changed
@@ -678,6 +679,23 @@ def test_an_error_of_the_only_nodes_machine_is_the_scripts_once_another_node_has
     assert judge_again("n2", error_before="OSError: [Errno 5] I/O error") == ("requeue", ["n1"])
     action = "requeue" if script == "with progress" else "give up"
     assert judge_again("n2") == (action, [])
+
+
+@pytest.mark.parametrize(
+    ("line", "is_of_node"),
+    [
+        ("cp: error writing '/tmp/data.tar': No space left on device", True),
+        ("tar: /local/a/b: Cannot write: No space left on device", True),
+        ('rsync: [receiver] write failed on "/dev/shm/a": No space left on device (28)', True),
+        ("cp: error writing '/scratch/data.tar': No space left on device", False),
+        ("touch: cannot touch '/tmp/a': Read-only file system", True),
+    ],
+)
+def test_a_full_disk_of_a_node_is_its_own_in_the_words_of_any_program(
+    line: str, is_of_node: bool
+) -> None:
+    failure = Failure(None, "n1", 1, 1.0, "", line)
+    assert failure.is_of_machine is is_of_node
 
 
 def test_an_error_of_this_very_machine_is_not_tried_again_without_slurm() -> None:
