@@ -9,8 +9,6 @@ import sys
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
-# Their import starts MPI, which a fork does not survive.
-NEVER_AHEAD = ("mpi4py", "horovod", "petsc4py")
 OURS = "hpc_ddp"  # in the run's library, which comes before the snapshot of the user's code
 INSTALLED = {"site-packages", "dist-packages"}
 
@@ -24,10 +22,9 @@ def own_folders(script: Path) -> list[Path]:
 
 
 def is_installed(name: str) -> bool:
-    """Return whether Python would find the module `name` in a folder of installed packages, and it
-    may be imported ahead: it is not one of `NEVER_AHEAD`."""
+    """Return whether Python would find the module `name` in a folder of installed packages."""
     top = name.partition(".")[0]
-    if top in sys.stdlib_module_names or top in NEVER_AHEAD:
+    if top in sys.stdlib_module_names:
         return False
     try:
         spec = importlib.machinery.PathFinder.find_spec(top)
@@ -79,9 +76,9 @@ def find_hiding_file(folders: Sequence[Path], loaded: Collection[str]) -> Path |
 def folders_elsewhere(top: str) -> list[Path]:
     """Return the folders with the top-level module `top`, which is neither installed nor the
     script's own: it is on PYTHONPATH, or of an editable install. Only a package without
-    ``__init__.py`` may be in several. [] for a module that is not found, is Python's own, one of
-    `NEVER_AHEAD`, or no text (``.py``)."""
-    if top in sys.stdlib_module_names or top in NEVER_AHEAD:
+    ``__init__.py`` may be in several. [] for a module that is not found, is Python's own, or no
+    text (``.py``)."""
+    if top in sys.stdlib_module_names:
         return []
     try:
         spec = importlib.util.find_spec(top)
