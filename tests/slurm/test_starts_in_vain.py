@@ -61,26 +61,28 @@ def test_a_preemption_in_a_teardown(
     "preempted in the first seconds of a start, PreemptMode CANCEL",
     promise="goes on as a new start",
 )
+@pytest.mark.parametrize("grace_s", [20, 0])
 @pytest.mark.parametrize("kind", ["plain", "chain", "set-up"])
 def test_a_preemption_in_the_first_seconds(
-    hpc: Hpc, canceling: Cluster, walked: Job, kind: str
+    hpc: Hpc, canceling: Cluster, walked: Job, kind: str, grace_s: int
 ) -> None:
-    """The run's library is on a disk that comes late, for which the batch script waits."""
+    """The run's library is on a disk that comes late, for which the batch script waits. With a
+    grace time Slurm signals no batch script, which asks whether its job is preempted."""
+    canceling.reconfigure(extra=CANCELS.format(grace=grace_s))
     options = {"chain": ("--continue-by", "resubmit"), "set-up": ("--setup", "true"), "plain": ()}
-    words = ("--partition", "lowc", "--sbatch=--hold", *options[kind], *ONE_BY_TWO, *QUICK_WALK)
-    job = hpc.submit(*words)
+    canceling.run("scontrol", "update", "PartitionName=lowc", "State=DOWN")
+    job = hpc.submit("--partition", "lowc", *options[kind], *ONE_BY_TWO, *QUICK_WALK)
     lib, away = job.run.path / "lib", job.run.path / "lib-away"
     lib.rename(away)
-    canceling.run("scontrol", "release", job.id)
+    canceling.run("scontrol", "update", "PartitionName=lowc", "State=UP")
     job.until(lambda: job.state() == "RUNNING", "its start")
     job.preempt()
     job.until(lambda: job.show().get("PreemptTime", "None") != "None", "the preemption")
-    time.sleep(1)
     away.rename(lib)
-    job.event("first_step")
+    job.until(lambda: job.events("first_step"), "a step")
     last = Job(canceling, job.events("started")[-1]["job_id"], job.run)
     assert last.end() == "COMPLETED", job.output()
-    assert len(job.run.attempts()) == 1
+    assert len(job.run.attempts()) == (2 if grace_s else 1)
     assert same_weights(job, walked)
 
 

@@ -54,6 +54,7 @@ def go_on_after_failed_setup(environ: dict[str, str], code: int) -> int:
     except (OSError, HpcDdpError):
         has_worked = False
     if not has_worked:
+        say(f"the set-up lines have ended the job, with code {code}: nothing was started")
         return code
     say(f"the set-up lines have ended with code {code}; in an earlier start they did not")
     return 0 if _start_again(environ, PAUSES_S) == 0 else code

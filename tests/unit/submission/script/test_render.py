@@ -349,7 +349,7 @@ def test_a_warning_during_the_set_up_is_passed_on_after_it(
 
 @pytest.mark.parametrize(
     ("line", "code"),
-    [("false || exit 1", 7), ("set -e\nfalse", 7), ("exit 0", 0), ("kill -TERM $$", 143)],
+    [("false || exit 1", 7), ("set -e\nfalse", 7), ("exit 0", 0), ("kill -TERM $$", 149)],
 )
 def test_a_job_that_ends_in_its_set_up_is_not_started_again_for_ever(
     stage: Callable[..., subprocess.CompletedProcess[str]], line: str, code: int
