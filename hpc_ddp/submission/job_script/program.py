@@ -35,8 +35,8 @@ from hpc_ddp.submission.job_script.statements.statement import Statement
 
 # Lines that bring a Python, or another PATH: modules of compilers and libraries alone do not.
 _BRINGS_PYTHON = re.compile(
-    r"(?:^|[;&\s])(?:(?:source|\.|conda|spack|eval)\s|(?:export\s+)?PATH=|(?:module|ml)\s+(?!purge|reset"
-    r"|restore|list|use|unload|(?:(?:load|add|(?i:cuda|gcc|gnu|nvhpc|nccl|cudnn|rocm|openmpi|ucx|craype"
+    r"(?:^|[;&\s])(?:export\s+)?PATH=|(?:^|[;&|{!]|(?<!\$)\(|\b(?:then|do|else)\s)\s*"
+    r"(?:(?:source|\.|conda|spack|eval)\s|(?:module|ml)\s+(?!purge|reset|restore|list|use|unload|(?:(?:load|add|(?i:cuda|gcc|gnu|nvhpc|nccl|cudnn|rocm|openmpi|ucx|craype"
     r"|aws-ofi|cmake|git)[^\s;&]*)(?:\s+|$))+$))",
     re.M,
 )

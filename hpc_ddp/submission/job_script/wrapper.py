@@ -10,6 +10,7 @@ from hpc_ddp.submission.job_script.bash import blocks, syntax
 from hpc_ddp.submission.job_script.bash.quotes import without_quoted_texts
 from hpc_ddp.submission.job_script.bash.scope import Scope
 from hpc_ddp.submission.job_script.bash.syntax import Node, source
+from hpc_ddp.submission.job_script.bash.values import doubts_in
 from hpc_ddp.submission.job_script.bash.words import Word
 from hpc_ddp.submission.job_script.conversion import LOST, OURS, Mark
 from hpc_ddp.submission.job_script.directives import Directives, read_directives, read_options
@@ -290,11 +291,14 @@ def _expand(text: str, scope: Scope, assigned: Set[str], of_job: set[str]) -> st
         names = syntax.names_in(match[0])
         is_quoted = text.count("'", 0, match.start()) % 2 == 1
         is_plain = re.fullmatch(r"\$\{?\w+\}?", match[0]) and not is_quoted
-        if not word.is_static and is_plain and {*names} <= assigned:
+        # In the job the statements in front of the document tell what the value is by then.
+        is_doubtful = bool(doubts_in(word)) and not text.startswith("#SBATCH")
+        is_known = word.is_static and not doubts_in(word)
+        if not is_known and is_plain and ({*names} <= assigned or is_doubtful):
             of_job.update(names)
-        elif not word.is_static and (not names or {*names} & scope.values.keys()):
+        elif not is_known and (not names or {*names} & scope.values.keys()):
             unknown.append(match[0])
-        return word.text if word.is_static else match[0]
+        return word.text if is_known else match[0]
 
     expanded = _EXPANDED.sub(value_of, text)
     return None if unknown else expanded

@@ -1,17 +1,32 @@
-"""Blocks of a job script: those that only print, the variables that they set or extend."""
+"""Blocks of a job script: those that only print, the variables that they set or extend, and the
+commands in them that may set variables of any name."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Set
+from collections.abc import Iterator, Set
 
-from hpc_ddp.submission.job_script.bash.syntax import Node, commands_of, descend, source
+from hpc_ddp.submission.job_script.bash.syntax import Node, commands_of, descend, parse, source
 
 # What is added to a text in double quotes: no operator of the shell, but within ``$(…)``.
 _ADDED_TEXT = r"(?:\\[\s\S]|\$\((?:[^()]|\([^()]*\))*\)|(?!\$\()[^\"\\;&|<>])*"
 REPORTING = {"echo", "printf", "date", "exit", "return", "true", ":", "test", "wait"}
 # Commands that may set variables whose names are among their words.
 _SETTERS = ("read", "mapfile", "readarray", "printf", "let", "getopts", "declare")
+# Commands that may set variables whose names are not among their words: one that sources the file
+# `path`, one that evaluates a text, and one with a name in a variable.
+_SOURCES = re.compile(r"(?:(?:builtin|command)\s+)?(?:source|\.)\s+[\"']?(?P<path>\S+)")
+_EVALUATES = re.compile(r"(?:(?:builtin|command)\s+)?eval\s(?!.*\bconda\b)")
+_SETS_BY_NAME = re.compile(
+    r"(?:export|declare|typeset|local|readonly|read|printf\s+-v)\s(?:[^'\"$`]*\s)?[\"']?[$`]"
+)
+# Files of the system and of environments, which set none that a job script asks for.
+_OF_SYSTEM = re.compile(
+    r"/etc/.*|(.*/)?((de)?activate|conda\.sh|modules\.sh|\.?bashrc|\.?(bash_|z)?profile)[\"']?"
+)
+_MAY_BE_SUCH = re.compile(
+    r"\b(?:eval|source)\s|(?<!\S)\.\s|\b(?:export|declare|typeset|local|readonly|read|printf)\s.*[$`]"
+)
 
 
 def only_reports(node: Node, commands: Set[str] = frozenset()) -> bool:
@@ -57,6 +72,29 @@ def names_set_in(node: Node) -> set[str]:
         elif kind.endswith("_expression") and re.search(r"[^=!<>]=[^=]|\+\+|--", source(inner)):
             names |= {*words[:1]}  # N of ((N=1)), ((N+=1)) and ((N++))
     return {name for name in names if re.fullmatch(r"[A-Za-z_]\w*", name)}
+
+
+def commands_of_unknown_names(node: Node) -> Iterator[Node]:
+    """Yield the commands in a block that may set variables whose names are not in them: each that
+    sources a file, unless this is one of the system or of an environment (`_OF_SYSTEM`); each
+    ``eval``, but for Conda's; and each that has a variable's name in another variable, as ``export
+    $NAME=1``. Those in ``( … )`` set nothing outside of it, and are left out."""
+    if node.type in ("command", "declaration_command"):
+        first = node.child_by_field_name("name") or node  # behind the assignments of A=1 command
+        code = node.text[first.start_byte - node.start_byte :].decode()
+        source_line = _SOURCES.match(code)
+        is_own_file = source_line and not _OF_SYSTEM.fullmatch(source_line["path"])
+        if is_own_file or _EVALUATES.match(code) or _SETS_BY_NAME.match(code):
+            yield node
+    elif node.type not in ("subshell", "command_substitution", "process_substitution"):
+        for child in node.named_children:
+            yield from commands_of_unknown_names(child)
+
+
+def may_set_unknown_names(text: str) -> bool:
+    """Return whether bash code, `text`, may set variables whose names are not in it, by one of
+    `commands_of_unknown_names`. Raise as `syntax.parse`."""
+    return bool(_MAY_BE_SUCH.search(text)) and any(commands_of_unknown_names(parse(text)))
 
 
 def _sets_by_words(node: Node) -> bool:

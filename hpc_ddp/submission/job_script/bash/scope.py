@@ -19,7 +19,6 @@ from hpc_ddp.submission.job_script.bash.syntax import (
     Node,
     is_pattern,
     names_in,
-    sets_anything,
     source,
 )
 from hpc_ddp.submission.job_script.bash.values import (
@@ -28,6 +27,7 @@ from hpc_ddp.submission.job_script.bash.values import (
     is_readable,
     join_paths,
     join_values,
+    with_doubt,
     without_tail,
 )
 from hpc_ddp.submission.job_script.bash.words import (
@@ -202,8 +202,8 @@ class Scope:
         (`_forget_arguments`), and PWD by a ``cd`` in the text (one that is the command itself is
         left to `change_folder`).
 
-        `is_open` may change (by `sets_anything`), `has_other_ifs` (by ``unset IFS``), `formatted`
-        (by ``declare -i`` and the like) and `gpu_counts` (`count_read_devices`).
+        `has_other_ifs` may change (by ``unset IFS``), `formatted` (by ``declare -i`` and the like)
+        and `gpu_counts` (`count_read_devices`).
         """
         names = names | ({*re.findall(r"\b([A-Za-z_]\w*)=", text)} if first == "eval" else set())
         for name in growing:
@@ -212,13 +212,19 @@ class Scope:
             self.set(name, None)
         self.has_other_ifs = self.has_other_ifs and not (first == "unset" and "IFS" in names)
         self._forget_arguments(text, first)
-        if sets_anything(text):
-            self.is_open = True
         self.formatted |= names if _FORMATS.match(text) else set()
         self.gpu_counts.update(count_read_devices(text, self.values))
         before = r"[\s;&\"']" if first == "eval" else r"[\s;&]"  # eval runs texts in quotes, too
         if first != "cd" and re.search(rf"(^|{before})(cd|pushd|popd)\b", text):
             self.set("PWD", None)
+
+    def open_names(self, line: int) -> None:
+        """Set `is_open`, for a command of a `line` that may set any variable. The values that the
+        script has set so far stay, with that line as their parts' `doubt`."""
+        self.is_open = True
+        for name, assigned in self.values.items():
+            if self.versions[name] and assigned and name != "PWD":
+                self.values[name] = with_doubt(assigned, (name, line))
 
     def _forget_arguments(self, text: str, first: str) -> None:
         """Forget the script's arguments where a command's `text` has ``set --``, ``getopts`` or
@@ -227,12 +233,6 @@ class Scope:
             self.lacks_arguments = False
             if first != "shift":
                 self.arguments = None
-
-    def shift_arguments(self, last: Word) -> None:
-        """Drop the arguments that a ``shift`` drops, by the `last` word of its command: as many as
-        that number says, or one where the word is ``shift`` itself."""
-        count = whole_number(last, self)
-        self.arguments = (self.arguments or ())[1 if count is None else count :]
 
     def change_folder(self, words: Sequence[Word]) -> None:
         """Set PWD to the folder of a ``cd``, whose command has these `words`; to None where only

@@ -26,11 +26,6 @@ _OF_WORDS = ("word", "string", "raw_string", "concatenation", "number", "command
              "simple_expansion", "expansion", "command_substitution")  # fmt: skip
 _BARE_TEXT = re.compile(rb"[ \t]*<<[^<]")  # a here-document that has no command
 _IN_TEXT = ("string", "heredoc_body", "simple_expansion", "expansion")
-# A file that is sourced sets any variable; these set none that a job script asks for.
-_SOURCES = re.compile(r"(?:^|[\s;&])(?:source|\.)\s+[\"']?(\S+)")
-_OF_SYSTEM = re.compile(r"/etc/|.*(activate|conda\.sh|bashrc|profile|modules\.sh)[\"']?$")
-# Commands that set a variable whose name only the job knows.
-_SETS_BY_NAME = re.compile(r"\b(?:export|declare|local|read|printf\s+-v)\s(?:-\w+\s+)*[\"']?\$")
 
 
 def parse(text: str) -> Node:
@@ -206,14 +201,6 @@ def body_of(node: Node) -> Node:
     ``while`` and ``until``, whose conditions may have a launch, too."""
     body = None if node.type == "while_statement" else node.child_by_field_name("body")
     return body or node
-
-
-def sets_anything(text: str) -> bool:
-    """Return whether bash code, `text`, may set any variable: it sources a file, unless this is one
-    of the system or of an environment (`_OF_SYSTEM`); it has an ``eval``, but for Conda's; or it
-    sets a variable whose name is in another one, as ``export $NAME=1``."""
-    evaluates = re.search(r"\beval\s(?!.*\bconda\b)", text) or _SETS_BY_NAME.search(text)
-    return bool(evaluates) or any(not _OF_SYSTEM.match(path) for path in _SOURCES.findall(text))
 
 
 def names_needed(text: str, name: str) -> set[str]:

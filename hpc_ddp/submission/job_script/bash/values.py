@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence, Set
+from dataclasses import replace
 from enum import IntEnum
 
-from hpc_ddp.submission.job_script.bash.words import Word
+from hpc_ddp.submission.job_script.bash.words import Doubt, Part, Word
 
 
 class Counted(IntEnum):
@@ -21,6 +22,26 @@ class Counted(IntEnum):
 
 # A variable's: a word, those of an array, or None for what only the job knows.
 Value = Word | list[Word] | None
+
+
+def doubts_in(assigned: Value) -> set[Doubt]:
+    """Return the doubts of all parts of a value."""
+    words = assigned if isinstance(assigned, list) else [assigned]
+    return {part.doubt for word in words if word for part in word.parts if part.doubt}
+
+
+def text_of(assigned: Value) -> str:
+    """Return the text of a value, with blanks between the words of an array; '' for None."""
+    words = assigned if isinstance(assigned, list) else [assigned]
+    return " ".join(word.text for word in words if word)
+
+
+def with_doubt(assigned: Word | list[Word], doubt: Doubt) -> Value:
+    """Return a value of which each part has a `doubt`; an empty word gets a part for that."""
+    if isinstance(assigned, list):
+        return [replace(w, parts=tuple(replace(p, doubt=doubt) for p in w.parts)) for w in assigned]
+    parts = assigned.parts or (Part(""),)
+    return replace(assigned, parts=tuple(replace(part, doubt=doubt) for part in parts))
 
 
 def without_tail(words: list[Word], tail: Word) -> list[Word]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from hpc_ddp.submission.job_script.bash.syntax import Node, names_in
 
@@ -20,17 +20,22 @@ _ONE_WORD = re.compile(
     re.S,
 )
 
+Doubt = tuple[str, int]  # a variable, and the line of a command that may have set it anew
+
 
 @dataclass(frozen=True)
 class Part:
     """A part of a word: text, or code as ``$NAME`` and ``$(date)``. `splits` says that it stands
     outside of quotes, where the shell splits it at blanks. `version` is the sum of
-    ``Scope.versions`` over the code's variables at the time when the part was read."""
+    ``Scope.versions`` over the code's variables at the time when the part was read. `doubt` is the
+    variable whose value the part is, and the line of a command that may have set it anew; None for
+    a part whose value is certain."""
 
     text: str
     is_code: bool = False
     splits: bool = False
     version: int = 0
+    doubt: Doubt | None = field(default=None, compare=False)
 
     @property
     def name(self) -> str:
@@ -157,7 +162,7 @@ def split_at(word: Word, separator: str, only_unquoted: bool = False) -> list[Wo
         for index, piece in enumerate(re.split(separator, part.text)):
             if index:  # behind a separator another word begins
                 groups.append([])
-            groups[-1] += [Part(piece)] if piece else []
+            groups[-1] += [Part(piece, doubt=part.doubt)] if piece else []
     return [Word(tuple(group), word.line) for group in groups if group]
 
 

@@ -26,6 +26,7 @@ from hpc_ddp.submission.job_script.statements.branches import (
     find_common_launch,
     guard_only_launch,
 )
+from hpc_ddp.submission.job_script.statements.loaded_texts import doubts_on_names, sentences_on
 from hpc_ddp.submission.job_script.statements.open_commands import replaces_launch
 from hpc_ddp.submission.job_script.statements.reading import Reading
 from hpc_ddp.submission.job_script.statements.requeues import only_reports_or_requeues
@@ -86,6 +87,10 @@ class BranchReading(Reading):
         for child, reason in idle_lines(branches, chosen):
             self._resolve(child, reason, OURS)
         self._resolve(node, "it chooses one branch")
+        conditions = [command for condition, _ in branches for command in condition]
+        conditions += node.children_by_field_name("value") if node.type == "case_statement" else []
+        for text in sentences_on(doubts_on_names(conditions, self.scope)):
+            self.notes.append((self._at(node)[0], text))
         for _, lines in branches[chosen : chosen + 1]:  # none where each condition is false
             self._read_lines(lines)
 

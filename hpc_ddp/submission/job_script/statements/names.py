@@ -1,16 +1,14 @@
-"""The variables that set-up lines and settings need: the shell's, and those of files they load."""
+"""The variables that set-up lines and settings need: the shell's, and those that are lost."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence, Set
-from pathlib import Path
 
-from hpc_ddp.core.file_io import read_text
 from hpc_ddp.core.job.variables import is_of_hpc_ddp
 from hpc_ddp.submission.job_script.bash.quotes import without_quoted_texts
 from hpc_ddp.submission.job_script.bash.scope import OF_A_JOB
-from hpc_ddp.submission.job_script.bash.syntax import names_in, sets_anything
+from hpc_ddp.submission.job_script.bash.syntax import names_in
 from hpc_ddp.submission.job_script.conversion import PRINTED_TEXT, Conversion
 from hpc_ddp.submission.job_script.statements.statement import Statement
 
@@ -27,27 +25,6 @@ _NAMES = re.compile(r"\$\{?([A-Za-z_]\w*)")
 _WITH_DEFAULT = re.compile(r"\$\{(\w+):?[-=+]")
 _ASKS_FOR = re.compile(r"\[\s+(?:!\s+)?-[nz]\s+\"?\$\{?\w+\}?\"?(?=\s)")  # [ -z "$A" ]
 _SETS_DEFAULT = re.compile(r"\$\{(\w+):?=")
-
-
-def names_of_files(statement: Statement, start: str) -> Set[str] | None:
-    """Return the names that a file may use which the statement sources; the empty set for a
-    statement that may set no variable of an unknown name (`sets_anything`).
-
-    None stands for names that are not known: the statement is no ``source FILE`` of a known file,
-    the file can't be read here, or it loads others. A relative path is one from the folder `start`;
-    '' for a folder that is not known.
-    """
-    if not sets_anything(statement.text):
-        return frozenset()
-    words = statement.words
-    is_one_file = len(words) == 2 and words[0].text in ("source", ".") and words[1].is_static
-    if not is_one_file or not (start or words[1].text[:1] == "/"):
-        return None
-    try:
-        text = read_text(Path(start, words[1].text))
-    except OSError:
-        return None
-    return None if sets_anything(text) else {*re.findall(r"[A-Za-z_]\w*", text)}
 
 
 def take_shell_variables(

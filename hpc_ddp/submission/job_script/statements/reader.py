@@ -10,10 +10,12 @@ from hpc_ddp.submission.job_script.bash import blocks, loops, syntax
 from hpc_ddp.submission.job_script.bash.blocks import names_set_in
 from hpc_ddp.submission.job_script.bash.comments import is_comment
 from hpc_ddp.submission.job_script.bash.syntax import Node, commands_of, source
+from hpc_ddp.submission.job_script.bash.values import doubts_in
 from hpc_ddp.submission.job_script.bash.words import Part, Word
 from hpc_ddp.submission.job_script.conversion import DECIDED, OURS, VERDICT, first_reason
 from hpc_ddp.submission.job_script.launchers.launch import Launch
 from hpc_ddp.submission.job_script.statements.branch_reading import CHOOSES, BranchReading
+from hpc_ddp.submission.job_script.statements.loaded_texts import sentences_on
 from hpc_ddp.submission.job_script.statements.reading import OF_ARGUMENTS
 from hpc_ddp.submission.job_script.statements.requeues import does_more
 from hpc_ddp.submission.job_script.statements.statement import changes_folder, inner_text
@@ -158,6 +160,8 @@ class Reader(BranchReading):
         self._read_text(code, node, self._place.step)
         for launch in (s.launch for s in self.statements[count:] if s.launch):
             launch.mark_evaluated(words, self.scope, self._at(node)[0])
+            for text in sentences_on({doubt for word in words for doubt in doubts_in(word)}):
+                launch.mark(self._at(node)[0], "", text)
 
     def _read_inner(self, outer: Launch, node: Node, output: str) -> None:
         """Append the statements in the text of a ``bash -c``, read in a child shell: `outer` is its

@@ -11,6 +11,7 @@ from typing import Any
 from hpc_ddp.core.job.variables import is_of_hpc_ddp
 from hpc_ddp.submission.job_script.bash import syntax
 from hpc_ddp.submission.job_script.bash.blocks import names_set_in
+from hpc_ddp.submission.job_script.bash.counts import whole_number
 from hpc_ddp.submission.job_script.bash.scope import Scope
 from hpc_ddp.submission.job_script.bash.syntax import Node, source
 from hpc_ddp.submission.job_script.bash.words import Part, Word, literal
@@ -18,6 +19,7 @@ from hpc_ddp.submission.job_script.bash.written_texts import write_texts
 from hpc_ddp.submission.job_script.conversion import LOST, TAKEN, Mark
 from hpc_ddp.submission.job_script.launchers.launch import Launch
 from hpc_ddp.submission.job_script.launchers.read import read_launch
+from hpc_ddp.submission.job_script.statements.loaded_texts import forget_loaded_names, note_doubts
 from hpc_ddp.submission.job_script.statements.open_commands import extends_launch
 from hpc_ddp.submission.job_script.statements.statement import (
     Place,
@@ -127,7 +129,8 @@ class Reading(ABC):
     def _read_shift(self, words: list[Word], node: Node) -> None:
         """Drop known arguments by a ``shift`` of `words`. It is a statement only where set-up lines
         give the job the script's arguments."""
-        self.scope.shift_arguments(words[-1])
+        count, arguments = whole_number(words[-1], self.scope), self.scope.arguments or ()
+        self.scope.arguments = arguments[1 if count is None else count :]  # None: shift alone
         if self.scope.arguments_are_set:
             self._add(node, words=words)
         self._resolve(node, "the arguments of a function")
@@ -164,6 +167,7 @@ class Reading(ABC):
         if syntax.reads_input(around, node):
             launch.mark(at, LOST, "its standard input: the program has none")
         launch.mark_stale([*launch.words, launch.inner or literal("")], self.scope, at)
+        note_doubts(launch, node, self.scope, at)
         return launch
 
     def _note_files(self, statement: Statement, node: Node) -> None:
@@ -176,12 +180,15 @@ class Reading(ABC):
 
     def _forget_changes(self, statement: Statement, node: Node) -> None:
         """Set the variables that a command or block, `node`, may set as `sets` of its statement,
-        and have the scope forget their values. A variable that holds a launch, and only gets more
-        words, is left open: its assignments so far go to `open_commands`."""
+        and have the scope forget their values; so, too, those that files set which it sources. A
+        variable that holds a launch, and only gets more words, is left open: its assignments so far
+        go to `open_commands`."""
         statement.sets = names_set_in(node)
         names = statement.sets | names_set_by_calls(node, self._functions)
         growing = {n for n in statement.sets if extends_launch(n, node, self.scope, self._place)}
         self.scope.forget_changes(statement.text, statement.first, names, growing)
+        line = statement.lines[0]
+        statement.sets |= forget_loaded_names(node, line, self.scope, self._functions)
         for name in growing - self.open_commands.keys():
             before = [s for s in self.statements if s.name == name and not s.in_task]
             self.open_commands[name] = before

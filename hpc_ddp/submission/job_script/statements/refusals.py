@@ -92,7 +92,7 @@ class Refusals:
             and re.match(r"/tmp/|/dev/shm/|\$(SLURM_)?TMPDIR\b", s.assigned.text)
         }  # fmt: skip
         # Lines that may set any variable.
-        self._loads = [s.lines[0] for s in self._statements if syntax.sets_anything(s.text)]
+        self._loads = [s.lines[0] for s in self._statements if blocks.may_set_unknown_names(s.text)]
         # Variables that hold a launch, or its beginning: their first word is a launcher.
         assignments = ((s.name, s.assigned) for s in self._statements if s.name and not s.in_task)
         self._launching = {

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from hpc_ddp.core.job.variables import is_of_hpc_ddp, is_of_worker
 from hpc_ddp.submission.job_script.bash.quotes import without_quoted_texts
 from hpc_ddp.submission.job_script.bash.scope import OF_A_JOB
-from hpc_ddp.submission.job_script.bash.values import is_command, is_known
+from hpc_ddp.submission.job_script.bash.values import doubts_in, is_command, is_known
 from hpc_ddp.submission.job_script.bash.words import Word
 from hpc_ddp.submission.job_script.conversion import (
     DECIDED,
@@ -26,7 +26,7 @@ from hpc_ddp.submission.job_script.conversion import (
 from hpc_ddp.submission.job_script.launchers.launch import Launch
 from hpc_ddp.submission.job_script.launchers.options import is_option_of_step
 from hpc_ddp.submission.job_script.secrets import MARK, is_secret
-from hpc_ddp.submission.job_script.statements.names import names_of_files
+from hpc_ddp.submission.job_script.statements.loaded_texts import names_of_files, sentences_on
 from hpc_ddp.submission.job_script.statements.reader import Reader
 from hpc_ddp.submission.job_script.statements.reading import OF_ARGUMENTS
 from hpc_ddp.submission.job_script.statements.refusals import Refusals
@@ -155,6 +155,8 @@ class Sorter:
             return Fate(OURS, "the job runs there already")
         if folder:
             self._set_chdir(folder, statement.lines[0])
+            for text in sentences_on(doubts_in(statement.words[1])):
+                self.result.note(statement.lines[0], text)
             return Fate(TAKEN, "chdir")
         return self._keep_as_line(statement, statement.text, is_after)
 

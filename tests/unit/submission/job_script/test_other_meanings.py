@@ -209,7 +209,7 @@ def test_arguments_of_a_function_within_a_block_are_not_the_scripts(block: str) 
     [
         ("NAME=$(hostname)", "LOG=/x/$NAME", 'echo "NAME: $NAME"', 'touch "$LOG"'),
         ("NODE=$(hostname)", "source ./env.sh", 'echo "Node: $NODE"'),
-        ("T=$(hostname)", 'echo "T: $T"', 'echo "eval steps: 3"'),
+        ("T=$(hostname)", 'echo "T: $T"', 'eval "$(cat steps)"'),
         ("T=$(hostname)", 'echo "T: $T"', "export U=$T"),
         ("T=$(hostname)", 'echo "T: $T"', "f() { touch $T; }", "f"),
     ],
