@@ -131,7 +131,7 @@ def note_doubts(launch: Launch, node: Node, scope: Scope, line: int) -> None:
     doubts = {d for w in (*launch.words, *operands) for d in doubts_in(w)} | doubts_in(launch.inner)
     doubts |= {d for w in operands for n in w.names for d in doubts_in(scope.values.get(n))}
     values = (scope.values.get(name) for name in names_in(source(node)))
-    doubts |= {doubt for value in values if not text_of(value) for doubt in doubts_in(value)}
+    doubts |= {doubt for v in values if not text_of(v) for doubt in doubts_in(v)}
     for text in sentences_on(doubts):
         launch.mark(line, "", text)
 
