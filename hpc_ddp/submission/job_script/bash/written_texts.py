@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fnmatch
+import glob
 import os
 import re
 from collections import Counter
@@ -17,20 +19,27 @@ from hpc_ddp.submission.job_script.bash.syntax import (
     redirected_command,
     source,
 )
-from hpc_ddp.submission.job_script.bash.words import Part, Word
+from hpc_ddp.submission.job_script.bash.values import text_of
+from hpc_ddp.submission.job_script.bash.words import Part, Word, literal
 
-# Commands that do not change the files which they name.
+# Commands that do not change the files that they name.
 _READING = re.compile(r"echo|printf|cat|head|tail|ls|wc|chmod|grep|stat|test|mkdir|touch")
 _ESCAPES = {"n": "\n", "t": "\t", "\\": "\\"}
 # Commands that fail in no script that goes on as it is meant to.
 _SUCCEEDS = re.compile(r"(mkdir|cd|echo|printf|cat|tee|touch|rm|cp|export|module|source|set|\.)\s")
+# Commands that change what is below a folder: each that they name, or the last one alone.
+_CHANGES_FOLDERS = ("rm", "mv")
+_CHANGES_LAST_FOLDER = ("cp", "rsync", "install", "ln")
+# Code in a word whose text is not known: variables, substitutions, and names in braces.
+_CODE = re.compile(r"\$\w+|\$\{[^{}]*\}|\$\([^()]*\)|`[^`]*`|\{[^{}]*\}")
+_ANY_FOLDER = "*"  # a path begins with it where only the job knows the folder
 # The operator of a redirection of the output.
 _WRITES = re.compile(r"[1&]?(>>?)\|?\s*(?!&)")
 
 
 def path_of(word: Word, folder: str | None) -> str:
-    """Return the path of a file that `word` names, as seen from a `folder`, None if that is not
-    known."""
+    """Return the path of a file that `word` names, as seen from a `folder`; None or '' for one that
+    is not known."""
     return os.path.normpath(os.path.join(folder or "", os.path.expanduser(word.text)))
 
 
@@ -60,8 +69,7 @@ class _Writer:
 
     def __init__(self, scope: Scope, texts: dict[str, str]) -> None:
         self._scope, self._texts = scope, texts
-        folder = scope.values.get("PWD")
-        self._folder = folder.text if isinstance(folder, Word) else None
+        self._folder = text_of(scope.values.get("PWD"))  # '' where it is not known
 
     def output_of(self, node: Node, stdin: str | None) -> str | None:
         """Follow a node: note in the texts what it writes, and return what it prints.
@@ -73,6 +81,8 @@ class _Writer:
         method, body = getattr(self, f"_{node.type}", None), redirected_command(node)
         if method and not (body.type == "list" and _may_end(source(body))):
             return method(node, stdin)  # type: ignore[no-any-return]
+        if re.search(r"\b(cd|pushd|popd)\s", source(node)):
+            self._move_to(_ANY_FOLDER)
         for inner in all_below(node):
             if inner.type == "command":
                 self._forget(self._scope.words(inner.named_children))
@@ -81,20 +91,33 @@ class _Writer:
         return None
 
     def _pipeline(self, node: Node, stdin: str | None) -> str | None:
+        """Follow the commands of a pipeline, each of which reads the output of the one before."""
+        folder = self._folder
         for child in node.named_children:
             stdin = self.output_of(child, stdin)
+        self._move_to(folder)  # a cd in a pipeline changes no other command's
         return stdin
 
+    def _subshell(self, node: Node, stdin: str | None) -> str | None:
+        """Follow the commands in ``( … )``, whose folder ends with it."""
+        folder = self._folder
+        output = self._list(node, stdin)
+        self._move_to(folder)
+        return output
+
     def _list(self, node: Node, stdin: str | None) -> str | None:
+        """Follow commands one by one, and return their outputs, joined."""
         outputs = [self.output_of(child, stdin) for child in node.named_children]
         return None if None in outputs else "".join(map(str, outputs))
 
-    _compound_statement = _subshell = _list
+    _compound_statement = _list
 
     def _comment(self, node: Node, stdin: str | None) -> str:
+        """Return the output of a comment: nothing."""
         return ""
 
     def _redirected_statement(self, node: Node, stdin: str | None) -> str | None:
+        """Follow a command or block with redirections of its input or output."""
         body, *redirects = node.named_children
         # tree-sitter has what stands behind <<EOT in that node.
         redirects += [r for document in redirects for r in document.named_children]
@@ -123,15 +146,26 @@ class _Writer:
         return ""
 
     def _write(self, file: Word, text: str | None, is_added: bool) -> None:
-        """Note the text that is written into a file, behind the text in it if it `is_added`."""
+        """Note the text that is written into a file, behind the text in it if it `is_added`. In a
+        folder that is not known, the texts of all files that it may be are removed instead."""
+        if self._folder == _ANY_FOLDER and not path_of(file, "").startswith("/"):
+            self._remove(self._paths_of(file))
+            return
         path = path_of(file, self._folder)
         before = self._texts.pop(path, None if is_added else "")
+        if path[0] not in "/$~":  # it may be another file whose folder is known
+            self._remove(self._paths_of(file))
         # A file that was there before has a text that is not known.
         is_known = text is not None and before is not None
         if is_known and not path.startswith("/dev/"):
             self._texts[path] = f"{before}{text}" if is_added else f"{text}"
 
     def _command(self, node: Node, stdin: str | None) -> str | None:
+        """Follow a simple command: return what it prints, None where that is not known.
+
+        ``tee`` writes into the texts, ``rm`` empties them, ``cd`` changes the folder. Any other
+        command removes the texts of the files that it may change (`_forget`).
+        """
         nodes = []
         for child in node.named_children:
             if child.type == "herestring_redirect":
@@ -141,8 +175,8 @@ class _Writer:
         words = self._scope.words(nodes)
         texts = [self._fill_in(word) for word in words[1:]]
         name = words[0].text if words else ""
-        if name in ("cd", "pushd"):
-            self._folder = None
+        if name in ("cd", "pushd", "popd"):
+            self._move_to(self._folder_of_move(words))
             return ""
         if name == "echo":
             return _echo(texts)
@@ -154,16 +188,79 @@ class _Writer:
             for file in (word for word in words[1:] if word.text[:1] != "-"):
                 self._write(file, stdin, "-a" in texts)
             return stdin
-        self._forget(words)
+        paths = self._forget(words)
         if name == "rm":  # what is added later is the whole text
-            self._texts |= {path_of(word, self._folder): "" for word in words[1:]}
+            files = [word for word in words[1:] if word.is_static and word.text[:1] != "-"]
+            is_known = self._folder != _ANY_FOLDER
+            paths |= {path_of(word, self._folder) for word in files if is_known}
+            self._texts |= dict.fromkeys(paths, "")
         return "" if name in (":", "true") else None
 
-    def _forget(self, words: list[Word]) -> None:
-        """Remove the files among the words of a command, unless it only reads them."""
-        if words and not _READING.fullmatch(words[0].text):
-            for word in words:
-                self._texts.pop(path_of(word, self._folder), None)
+    def _move_to(self, folder: str) -> None:
+        """Take a folder for that of the commands which follow, and for the value of PWD."""
+        self._folder = folder
+        is_known = folder not in ("", _ANY_FOLDER)
+        self._scope.values["PWD"] = literal(folder) if is_known else None
+
+    def _folder_of_move(self, words: list[Word]) -> str:
+        """Return the folder to which a ``cd`` or ``pushd`` of `words` leads."""
+        path = path_of(words[1], "") if len(words) == 2 and words[1].is_static else "-"
+        is_known = path[0] != "-" and (path[0] == "/" or self._folder != _ANY_FOLDER)
+        return os.path.normpath(os.path.join(self._folder, path)) if is_known else _ANY_FOLDER
+
+    def _forget(self, words: list[Word]) -> set[str]:
+        """Remove the texts of the files that a command of `words` may change, and return their
+        paths. These are the files that it names, also by patterns, unless it only reads them
+        (`_READING`), and those below the folders that it removes, moves or copies to. A word that
+        is a variable alone names no file, but for a command that edits files (``sed -i``)."""
+        name = words[0].text if words else ""
+        if not words or _READING.fullmatch(name):
+            return set()
+        edits = name in ("sed", "perl") and any(re.match(r"-\w*i", w.text) for w in words[1:])
+        folders = words[1:] if name in _CHANGES_FOLDERS else []
+        folders = words[-1:] if name in _CHANGES_LAST_FOLDER else folders
+        paths = set[str]()
+        for word in words[1:]:
+            paths |= self._paths_of(word, edits, word in folders)
+        self._remove(paths)
+        return paths
+
+    def _remove(self, paths: set[str]) -> None:
+        """Remove the texts of the files at some paths."""
+        for path in paths:
+            del self._texts[path]
+
+    def _paths_of(self, word: Word, edits: bool = False, is_folder: bool = False) -> set[str]:
+        """Return the paths of those files with a text that a word of a command may name: by itself,
+        behind the ``=`` of an option, by a pattern; with `is_folder` also those below a folder of
+        this name. Code whose value is not known may be any text; a word that has nothing else names
+        files only with `edits`."""
+        code = re.sub(r"^-[\w-]*=?", "", word.text) if word.text[:1] == "-" else word.text
+        text = re.sub(r"\$\{?(\w+)\}?", self._value_of, code)
+        is_any = _CODE.search(text) and not re.search(r"\w", _CODE.sub("", text))
+        if not text:
+            return set()
+        forms = [glob.escape(path_of(literal(code), self._folder))]
+        forms += self._patterns_of(text, bool(word.code)) if edits or not is_any else []
+        forms += [f"{form}/*" for form in forms] if is_folder else []
+        return {p for p in self._texts if any(fnmatch.fnmatchcase(p, form) for form in forms)}
+
+    def _patterns_of(self, text: str, has_code: bool) -> list[str]:
+        """Return the patterns of the paths that the text of a word may name, which has a ``*`` of
+        its own, or code, only if it `has_code`."""
+        pattern = os.path.expanduser(_CODE.sub("*", text) if has_code else glob.escape(text))
+        if self._folder != _ANY_FOLDER and not _CODE.match(text):
+            pattern = os.path.join(glob.escape(self._folder), pattern)
+        pattern = os.path.normpath(pattern)
+        if pattern[0] == "/":
+            return [pattern]
+        end = re.sub(r"^(?:(?:\.\.|\*)/)+", "", pattern)  # seen from a folder that is not known
+        return [pattern, end, f"*/{end}"]
+
+    def _value_of(self, match: re.Match[str]) -> str:
+        """Return the value of a variable, [1] of a match, that is one known text; else its code."""
+        assigned = self._scope.values.get(match[1])
+        return assigned.text if isinstance(assigned, Word) and assigned.is_static else match[0]
 
     def _document(self, node: Node) -> str:
         """Return the text of a here-document."""

@@ -70,6 +70,7 @@ class Reading(ABC):
         self._functions: dict[str, tuple[Node, Statement, Place]] = {}
         self._place = Place()
         self._exports_all = False  # by `set -a`
+        self._move_count = 0  # of the assignments to PWD when `files` was changed
         self._shells: tuple[int, ...] = ()  # the numbers of the child shells that are being read
 
     @contextmanager
@@ -159,6 +160,7 @@ class Reading(ABC):
         reads input, by `around`, or uses a variable that was set again."""
         at = self._at(node)[0]
         launch = read_launch(words, self.scope, self._place.step, self._place.in_loop)
+        self._leave_folder()
         launch.line, launch.files = at, {**self.files}
         for child in assignments:
             assigned = self.scope.word(child.child_by_field_name("value"))
@@ -172,11 +174,20 @@ class Reading(ABC):
 
     def _note_files(self, statement: Statement, node: Node) -> None:
         """Note in `files` what a command or block, `node`, writes, or a function that it calls."""
+        self._leave_folder()
         scope = self.scope
         if statement.first in self._functions:
             node = syntax.body_of(self._functions[statement.first][0])
             scope = replace(scope, arguments=statement.words[1:])
         write_texts(node, scope, self.files)
+
+    def _leave_folder(self) -> None:
+        """Remove the relative paths from `files`, if the script has moved since the last call, and
+        to a folder that is not known: they are seen from another one."""
+        count = self.scope.versions["PWD"]
+        if count != self._move_count and self.scope.values.get("PWD") is None:
+            self.files = {path: text for path, text in self.files.items() if path[0] in "/$~"}
+        self._move_count = count
 
     def _forget_changes(self, statement: Statement, node: Node) -> None:
         """Set the variables that a command or block, `node`, may set as `sets` of its statement,
