@@ -246,9 +246,11 @@ class Launch:
     @property
     def command(self) -> tuple[str, ...]:
         """The part of a launch that two launches of the same training share: the launcher's kind,
-        its number of workers, its variables, and the words of the program that it starts."""
+        its number of workers, its variables, those that it unsets, and the words of the program
+        that it starts."""
         words = [*self.settings.get("module", ()), self.program, *self.args]
-        variables = (f"{name}={word.text}" for name, word in sorted(self.env.items()))
+        variables = [f"{name}={word.text}" for name, word in sorted(self.env.items())]
+        variables += sorted(f"-u {name}" for name in self.unset)
         return self.kind, str(self.workers), *variables, *(word.text for word in words if word)
 
     @property

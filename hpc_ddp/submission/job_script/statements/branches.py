@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
+from typing import Any
 
 from hpc_ddp.submission.job_script.bash import blocks
 from hpc_ddp.submission.job_script.bash.conditions import Branch
@@ -14,6 +15,8 @@ from hpc_ddp.submission.job_script.conversion import STARTS_PYTHON
 from hpc_ddp.submission.job_script.launchers.launch import Launch
 from hpc_ddp.submission.job_script.statements.statement import Statement
 
+# Fields in which launches of the same program may differ.
+_OF_ONE = {"line", "weight", "args", "marks"}
 CHOSEN = "ARGUMENTS_CHOSEN"  # the array that has the words of the branch that runs
 # Returns the statements of some lines, which it reads apart.
 ReadLines = Callable[[Sequence[Node]], list[Statement]]
@@ -71,14 +74,17 @@ def choose_arguments(
         words = " ".join(word.as_bash() for word in of_branch[0].args)
         edits.append((commands[-1].start_byte, commands[-1].end_byte, f"{CHOSEN}=({words})"))
         launches.append(of_branch[0])
-    if len(launches) < 2 or len({_without_arguments(launch) for launch in launches}) > 1:
+    keys = [_key_besides_arguments(launch) for launch in launches]
+    if len(launches) < 2 or any(key != keys[0] for key in keys):
         return None
     if branches[-1][0]:  # no else
         end = node.children[-1]
         last = "else exit 1; " if source(end) == "fi" else "*) exit 1 ;; "
         edits.append((end.start_byte, end.start_byte, last))
     array = Word((Part(f"${{{CHOSEN}[@]}}", is_code=True, splits=False),), launches[0].line)
-    return _edit(node, edits), replace(launches[0], args=[array])
+    notes = [mark for launch in launches[1:] for mark in launch.marks if not mark[1]]
+    marks = [*launches[0].marks, *(mark for mark in notes if mark not in launches[0].marks)]
+    return _edit(node, edits), replace(launches[0], args=[array], marks=marks)
 
 
 def guard_only_launch(
@@ -115,12 +121,22 @@ def _edit(node: Node, edits: list[tuple[int, int, str]]) -> str:
     return code.decode()
 
 
-def _without_arguments(launch: Launch) -> tuple[str, ...]:
-    """Return all that says how a launch starts its program, but for the program's arguments."""
-    numbers = (launch.workers, launch.nodes, launch.tasks, launch.tasks_per_node, launch.cpus)
-    options = {name: word.text if word else "" for name, (word, _) in launch.options.items()}
-    settings = {key: [word.text for word in words] for key, words in launch.settings.items()}
-    env = {name: word.text for name, word in launch.env.items()}
-    program = launch.program.text if launch.program else ""
-    parts = (numbers, options, settings, env, launch.gpus, launch.folder)
-    return launch.kind, launch.step, program, *map(repr, parts)
+def _key_besides_arguments(launch: Launch) -> dict[str, str]:
+    """Return a key that two launches share if they differ at most in the program's arguments: the
+    texts of all other fields, without numbers of lines. Marks do not count, which follow from the
+    other fields."""
+    values = {f.name: getattr(launch, f.name) for f in fields(launch) if f.name not in _OF_ONE}
+    values["options"] = {name: word for name, (word, _) in launch.options.items()}
+    values["unset"] = {name: in_tasks for name, (_, in_tasks) in launch.unset.items()}
+    return {name: _text_of(field_value) for name, field_value in values.items()}
+
+
+def _text_of(content: Any) -> str:
+    """Return the text of a field of a launch, in which words have neither lines nor quotes."""
+    if isinstance(content, Word):
+        return repr(content.text)
+    if isinstance(content, dict):
+        return str(sorted((key, _text_of(entry)) for key, entry in content.items()))
+    if isinstance(content, list):
+        return str([_text_of(entry) for entry in content])
+    return repr(sorted(content) if isinstance(content, set) else content)

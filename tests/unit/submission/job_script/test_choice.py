@@ -180,3 +180,25 @@ def test_deepspeed_with_a_file_of_hosts_starts_on_all_nodes(tmp_path: Path) -> N
     conversion = of_text(tmp_path, text)
     assert conversion.settings()["nodes"] == 4
     assert "of 4 nodes" not in str(conversion.notes)
+
+
+@pytest.mark.parametrize("start", ["env -u NCCL_DEBUG ", "env -i A=1 ", "numactl -N 0 "])
+@pytest.mark.parametrize("arguments", [("--a", "--b"), ("--a", "--a")])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_branches_of_other_launches_are_not_merged(
+    start: str, arguments: tuple[str, str], is_first: bool, tmp_path: Path
+) -> None:
+    """Whether the first branch has the other launch or the second."""
+    starts = (start, "") if is_first else ("", start)
+    first, second = (f"srun {s}python train.py {a}" for s, a in zip(starts, arguments, strict=True))
+    text = f"if nvidia-smi | grep -q A100; then\n  {first}\nelse\n  {second}\nfi\n"
+    conversion = of_text(tmp_path, text)
+    assert conversion.group(3)[0] == LOST
+    assert "worker-setup" not in conversion.settings()
+
+
+def test_branches_that_write_other_configurations_are_not_merged(tmp_path: Path) -> None:
+    run = "accelerate launch --config_file a.yaml train.py"
+    branches = (f"  echo 'num_processes: {n}' > a.yaml\n  {run} --n {n}" for n in (2, 4))
+    text = "if nvidia-smi | grep -q A100; then\n{}\nelse\n{}\nfi\n".format(*branches)
+    assert of_text(tmp_path, text).group(3)[0] == LOST

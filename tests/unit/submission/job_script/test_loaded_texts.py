@@ -82,6 +82,7 @@ def test_a_value_that_an_unknown_text_may_change_has_a_note(line: str, tmp_path:
         (('srun bash -c "python train.py $LR"',), ["$LR"]),
         (("run() { srun python train.py $1; }", "run $LR"), ["$LR"]),
         (('if [ "$LR" = 0.1 ]; then srun python a.py; else srun python b.py; fi',), ["$LR"]),
+        (("if [ -e x ]; then srun python a.py; else srun python a.py $LR; fi",), ["$LR"]),
         (("case $N in 2) A=a ;; *) A=b ;; esac", "srun python train.py $A"), ["$N"]),
         (("cd $DIR", "srun python train.py"), ["$DIR"]),
         (("MASTER_PORT=1", "srun python train.py"), []),
