@@ -19,7 +19,12 @@ from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.file_io import write_whole
 from hpc_ddp.submission.job_script.conversion import LOST, Conversion
 from hpc_ddp.submission.job_script.convert import convert
-from hpc_ddp.submission.job_script.project_file import subtract_site, table, to_toml
+from hpc_ddp.submission.job_script.project_file import (
+    subtract_site,
+    table,
+    to_comment,
+    to_toml,
+)
 from hpc_ddp.submission.plan import plan_new
 from hpc_ddp.submission.run_files.snapshot import select_files
 from hpc_ddp.submission.settings import config
@@ -64,7 +69,7 @@ def import_(job_script: Path, args: tuple[str, ...], output: Path | None, site: 
     if isinstance(effect, UsageError):
         refusal = f"does not render yet: {effect.message}"
         click.echo(f"{refusal}\nhint: {effect.hint}" if effect.hint else refusal)
-        _write_project_file(path, f"# {' '.join(refusal.splitlines())}\n{written}")
+        _write_project_file(path, f"{to_comment(refusal)}\n{written}")
         sys.exit(1)
     click.echo("\n".join(effect))
     _write_project_file(path, written, "; next: hpc-ddp render, hpc-ddp submit")

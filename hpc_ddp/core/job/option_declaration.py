@@ -36,7 +36,7 @@ class Kind:
         """Return the line of a TOML file that sets `key` to an entry of another type, turned into
         this one; '' where the entry can't be turned."""
         if isinstance(entry, (str, int, float)) and not isinstance(entry, bool):
-            text = json.dumps(str(entry), ensure_ascii=False)
+            text = json.dumps(str(entry), ensure_ascii=False).replace("\x7f", "\\u007f")
             if self.is_list:
                 return f"{key} = [{text}]"
             if self.types == (str,):

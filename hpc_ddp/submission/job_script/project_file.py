@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
@@ -13,15 +14,14 @@ from hpc_ddp.submission.job_script.directives import BURST_BUFFER
 
 # The first keys of a file; others follow in the order in which they are set.
 _ORDER = ("script", "module", "no-python", "args", "job-name", "nodes", "gpus-per-node")
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")  # all but a tab and the end of a line
 _WIDTH = 48  # of the text of a line in the table, in characters
 
 
 def to_toml(conversion: Conversion, name: str) -> str:
     """Return the text of a project file; behind each value stands the number of the script's line
     that it comes from, as a comment. The first line names the script by its path, `name`."""
-    # A name with a line break would begin a setting of its own.
-    file = " ".join(name.splitlines())
-    lines = [f"# From {file}, by hpc-ddp import; the numbers are its lines.", ""]
+    lines = [to_comment(f"From {name}, by hpc-ddp import; the numbers are its lines."), ""]
     keys = [*conversion.values, *conversion.lists]
     for key in sorted(keys, key=lambda key: (*_ORDER, key).index(key)):
         if key in conversion.values:
@@ -49,11 +49,18 @@ def _to_list(key: str, entries: Sequence[TextAt]) -> list[str]:
 
 
 def _to_value(setting: Any) -> str:
-    """Return a setting (a text, number, truth or list) as TOML; a text of several lines stands
-    between ``'''``, unless these are in it."""
-    if isinstance(setting, str) and "\n" in setting and "'''" not in setting:
+    """Return a setting (a text, number, bool or list) as TOML. A text of several lines stands
+    between three quotes, unless these are in it, or a character that TOML has only with an escape:
+    a control character other than a tab or the line's end."""
+    is_literal = isinstance(setting, str) and "\n" in setting and "'''" not in setting
+    if is_literal and not _CONTROL.search(setting):
         return f"'''\n{setting}'''"
-    return json.dumps(setting, ensure_ascii=False)  # which is TOML, too
+    return json.dumps(setting, ensure_ascii=False).replace("\x7f", "\\u007f")  # which is TOML, too
+
+
+def to_comment(text: str) -> str:
+    """Return a comment of one line with a text, in which a ``?`` stands for a control character."""
+    return f"# {_CONTROL.sub('?', ' '.join(text.splitlines()))}"
 
 
 def _line_comment(line: int) -> str:

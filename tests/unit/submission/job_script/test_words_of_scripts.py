@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,13 @@ from hpc_ddp.submission.job_script.bash.quotes import without_quoted_texts
 from hpc_ddp.submission.job_script.conversion import ATTEMPTED, LOST, OURS, TAKEN, Conversion
 from hpc_ddp.submission.job_script.convert import convert
 from hpc_ddp.submission.job_script.launchers.tasks import LOGIN
-from hpc_ddp.submission.job_script.project_file import to_toml
+from hpc_ddp.submission.job_script.project_file import to_comment, to_toml
 from hpc_ddp.submission.job_script.secrets import is_secret, looks_secret
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 HERE = Path("/home/me/project")
 TRAIN = "srun python train.py"
@@ -1112,3 +1118,21 @@ def test_what_asks_how_the_launch_ended(lines: tuple[str, ...], group: str, reas
     of_last = conversion.group(2 + len(lines) - lines[-1:].count("fi") - lines[-1:].count("}"))
     assert (of_last[0], reason in of_last[1]) == (group, True), of_last
     assert group == LOST or conversion.settings()["script"] == "train.py"
+
+
+CONTROLS = [*map(chr, range(1, 32)), "\x7f"]
+
+
+@pytest.mark.parametrize("text", ["a{}b", "a\n{}b", "'''\n{}", "{}\r\n", "a'\n{}''"])
+def test_each_text_is_read_from_the_project_file_as_it_was(text: str) -> None:
+    for sign in CONTROLS:
+        conversion = Conversion(values={"job-name": (text.format(sign), 1)})
+        conversion.env["A"] = text.format(sign), 2
+        conversion.append("setup", text.format(sign), 3)
+        settings = tomllib.loads(to_toml(conversion, f"job{sign}.sh"))
+        texts = settings["job-name"], settings["env"]["A"], *settings["setup"]
+        assert {*texts} == {text.format(sign)}
+
+
+def test_a_comment_of_the_project_file_is_one_line() -> None:
+    assert not tomllib.loads("\n".join(to_comment(f"a{sign}b = 1") for sign in CONTROLS))
