@@ -6,23 +6,18 @@ restart.py. `Plan.write` makes the folder and returns a `PreparedRun`, which a b
 
 from __future__ import annotations
 
-import codecs
 import glob
-import json
 import os
-import re
 import shutil
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from hpc_ddp.core import checkpoints
-from hpc_ddp.core.console.notification import read_addresses
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.file_io import (
     check_links,
@@ -45,9 +40,8 @@ from hpc_ddp.submission.script.mistakes import find_mistakes
 from hpc_ddp.submission.script.render import Rendering
 from hpc_ddp.submission.settings.config import Settings
 from hpc_ddp.submission.settings.job import job_spec
+from hpc_ddp.submission.settings.job_checks import check_job
 from hpc_ddp.submission.settings.user import user_name
-
-OLDEST_PYTHON = (3, 10)  # of the Pythons that run the node side
 
 
 @dataclass(frozen=True)
@@ -299,57 +293,46 @@ def make_plan(
         the operators' limits, the script is not in the snapshot that is to be used, or the user's
         template can't be used; or as `Rendering`
     """
-    _check_environment(spec)
-    _check_encoding(spec, run)
-    _check_python(spec)
-    if spec.notify:
-        read_addresses(Path(spec.notify))
-    layer = settings.layer("container-options")
-    if layer and layer.kind in ("option", "project") and not spec.image:
-        raise UsageError(
-            "container-options have no effect without an image", hint="--image IMAGE beside them"
-        )
+    check_job(spec, run, settings)
     limits: Mapping[str, Any] = {}
-    if settings.limits:
-        settings.limits.check(spec)
-        limits = {} if spec.backend == "local" else settings.limits.bounds
-    script = spec.program
-    code = script.parent
-    # No copy is made of an installed module, which is not the user's code, nor for a command, which
-    # finds its files where they are.
-    has_code = bool(spec.module_file) if spec.module else not spec.no_python
-    copies_code = bool(settings.get("snapshot", True)) and not keeps_code and has_code
-    if keeps_code and run.newest_code:
-        code, inside = snapshot.find_newest(run, script, spec.module)
-        script = code / inside
-    elif source and has_code:
-        code = run.code / "0"
-        script = code / snapshot.find_newest(source, script, spec.module)[1]
-    elif copies_code:
-        code, script = snapshot.next_place(script, run)
+    if settings.limits and spec.backend != "local":
+        limits = settings.limits.bounds
+    takes_snapshot = bool(settings.get("snapshot", True)) and not keeps_code
+    source = source if source and _has_code(spec, source) else None
+    code, script, copies_code = _choose_code(spec, run, source, keeps_code, takes_snapshot)
     secret = (glob.escape(os.path.realpath(spec.notify)),) if spec.notify else ()
     exclude = (*settings.get("snapshot-exclude", ()), *secret)
-    source = source if has_code else None
     plan = Plan(spec, run, code, script, is_new, copies_code, exclude, limits, source)
     plan.rendering.text()  # so that a broken template is refused before anything is written
     return plan
 
 
-def _check_python(spec: JobSpec) -> None:
-    """Raise UsageError for a Python that is too old for hpc-ddp's part of the workers. Its version
-    is that of its file's name, ``pythonX.Y``: nothing is run. A Python with another name, in a
-    container, or found only by set-up lines passes."""
-    # A bare name, where there are set-up lines, is not searched here: they may bring another PATH.
-    path = spec.python if "/" in spec.python or spec.setup else shutil.which(spec.python)
-    version = re.search(r"/python(\d)\.(\d+)$", os.path.realpath(path or ""))
-    if not version or spec.container or spec.image:
-        return
-    if (int(version[1]), int(version[2])) < OLDEST_PYTHON:
-        raise UsageError(
-            f"python {path} is Python {version[1]}.{version[2]}; accepted:"
-            f" 3.{OLDEST_PYTHON[1]} or later",
-            hint="--python PATH, of an environment with a newer one and torch",
-        )
+def _has_code(spec: JobSpec, run: RunFolder) -> bool:
+    """Return whether a job runs the user's code, of which `run` has a copy or gets one: a script,
+    or a module of the working directory, also one that is left in the newest copy alone. None is
+    made of an installed module, nor for a command, which finds its files where they are."""
+    if spec.module and not spec.module_file:
+        return snapshot.is_newest_of(run, spec.program)
+    return not spec.no_python
+
+
+def _choose_code(
+    spec: JobSpec, run: RunFolder, source: RunFolder | None, keeps_code: bool, takes_snapshot: bool
+) -> tuple[Path, Path, bool]:
+    """Return the folder of a job's code, the script in it, and whether the code is copied there
+    from where it is now. `source` and `keeps_code` are as in `make_plan`; `takes_snapshot` says
+    that the settings want a copy. Raise UsageError where a snapshot lacks the script."""
+    script, has_code = spec.program, _has_code(spec, run)
+    if keeps_code and has_code and run.newest_code:
+        code, inside = snapshot.find_newest(run, script, spec.module)
+        return code, code / inside, False
+    if source:
+        code = run.code / "0"
+        inside = snapshot.find_newest(source, script, spec.module)[1]
+        return code, code / inside, takes_snapshot
+    if takes_snapshot and has_code:
+        return *snapshot.next_place(script, run), True
+    return script.parent, script, False
 
 
 def _check_formats(run: RunFolder) -> None:
@@ -365,24 +348,3 @@ def _check_formats(run: RunFolder) -> None:
                         hint="submit it with the hpc-ddp that wrote it, or begin at step 0 and keep"
                         f" what there is: {checkpoints.fresh_command(folder)}",
                     )
-
-
-def _check_environment(spec: JobSpec) -> None:
-    """Raise UsageError for a variable that is to be passed on and is not set here."""
-    for name in spec.env_names:
-        if name not in os.environ:
-            raise UsageError(f"--env {name}: {name} is not set here", hint=f"export {name}=…")
-
-
-def _check_encoding(spec: JobSpec, run: RunFolder) -> None:
-    """Raise UsageError for a text of the job, or a run's path, that is not ASCII, where this
-    shell's locale is not UTF-8: the script, which is UTF-8, would have other bytes than the user
-    has typed."""
-    encoding = codecs.lookup(sys.getfilesystemencoding()).name
-    settings = json.dumps([str(run.path), asdict(spec)], ensure_ascii=False)
-    match = re.search(r'[^"\s]*[^\x00-\x7f][^"\s]*', settings)  # the word, for the message
-    if match and encoding != "utf-8":
-        raise UsageError(
-            f"{match[0]!r} is not ASCII, and this shell's locale reads it as {encoding}",
-            hint="export LC_ALL=C.UTF-8",
-        )

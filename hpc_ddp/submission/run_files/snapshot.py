@@ -192,6 +192,14 @@ def select_files(script: Path, run: RunFolder, exclude: Sequence[str]) -> tuple[
     return root, list(_select_within_limits(root, names, exclude, owners))
 
 
+def is_newest_of(run: RunFolder, script: Path) -> bool:
+    """Return whether the newest snapshot of a run, if there is one, was taken for `script`, an
+    absolute path, by the snapshot's note."""
+    newest_code = run.newest_code
+    note = read_json(_note_of_script(newest_code)) if newest_code else {}
+    return note.get("script") == str(script)
+
+
 def find_newest(run: RunFolder, script: Path, is_module: bool = False) -> tuple[Path, Path]:
     """Return the newest snapshot of a run (of a task without one: of its array), and the relative
     path in it of `script`, an absolute path. The path is the one that the snapshot's note has for

@@ -26,6 +26,7 @@ from hpc_ddp.submission.package_files import PACKAGE
 from hpc_ddp.submission.restart import plan_continuation, plan_rerun, set_aside
 from hpc_ddp.submission.run_files import earlier, library, snapshot
 from hpc_ddp.submission.run_files.start_claim import release_start
+from hpc_ddp.submission.settings import job_checks
 from hpc_ddp.submission.settings.config import Layer, Settings
 from hpc_ddp.training.checkpoint.storage import disk
 from tests.raw_events import raw
@@ -220,6 +221,35 @@ def test_a_run_of_the_live_code_stays_one(tmp_path: Path) -> None:
     script.unlink()
     with pytest.raises(UsageError, match="does not exist any more"):
         plan_continuation(run, {}, Settings({}), tmp_path)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"script": "true", "no-python": True}, {"script": "json.tool", "module": True}],
+)
+def test_a_run_that_went_on_with_a_command_keeps_no_copy(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    (tmp_path / "train.py").touch()
+    run = plan.plan_new(Settings({"script": "train.py"}), tmp_path, tmp_path / "runs").write().run
+    plan_continuation(run, options, Settings(options), tmp_path).write()
+    earlier.remove_note(run)  # the job is queued
+    release_start(run)
+    again = plan_continuation(run, {}, Settings({}), tmp_path)
+    assert (again.code, again.script, again.copies_code) == (
+        tmp_path, tmp_path / options["script"], False,
+    )  # fmt: skip
+
+
+def test_a_module_that_is_left_in_the_copy_alone_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "train.py").touch()
+    settings = Settings({"script": "own.train", "module": True})
+    run = plan.plan_new(settings, tmp_path, tmp_path / "runs").write().run
+    shutil.rmtree(tmp_path / "own")
+    assert plan_continuation(run, {}, Settings({}), tmp_path).code == run.code / "0"
+    again = plan_rerun(run, {}, {}, Settings({}), tmp_path, tmp_path / "runs", same_code=True)
+    assert again.source == run
 
 
 def test_options_of_a_container_without_an_image_are_refused(tmp_path: Path) -> None:
@@ -449,14 +479,14 @@ def test_texts_in_another_encoding_are_refused(
 ) -> None:
     run = RunFolder(tmp_path / "runs" / "train" / "1")
     monkeypatch.setattr(sys, "getfilesystemencoding", lambda: "iso8859-1")
-    plan._check_encoding(JobSpec("train.py", args=("--data", "green")), run)
+    job_checks._check_encoding(JobSpec("train.py", args=("--data", "green")), run)
     wrong = JobSpec("train.py", env={"COLOUR": "gr\xc3\xbcn"}), JobSpec("tr\xc3\xa4n.py")
     other_run = RunFolder(tmp_path / "\xfc" / "train" / "1")
     setup = JobSpec("t.py", setup=("export COLOUR=gr\xc3\xbcn",))
     cases = *((spec, run) for spec in (*wrong, setup)), (JobSpec("t.py"), other_run)
     for spec, folder in cases:
         with pytest.raises(UsageError, match="this shell's locale reads it as iso8859-1") as caught:
-            plan._check_encoding(spec, folder)
+            job_checks._check_encoding(spec, folder)
         assert caught.value.hint == "export LC_ALL=C.UTF-8"
     monkeypatch.setattr(sys, "getfilesystemencoding", lambda: "UTF8")
-    plan._check_encoding(wrong[0], run)
+    job_checks._check_encoding(wrong[0], run)
