@@ -9,9 +9,10 @@ has ended.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.live_jobs import describe_work, read_queue
 from hpc_ddp.submission.run_files.start_claim import claim_start, release_start
 
+_REFUSED = ".refused-"  # begins the name of a snapshot that is being removed
 NOTE_FIELDS = {  # with their types
     "time": float, "attempts": int, "files": dict, "first_attempts": dict,
     "code": list, "aside": list,
@@ -79,8 +81,8 @@ def remove_note(run: RunFolder) -> None:
 
 def undo_start(run: RunFolder) -> None:
     """Undo a start of `run` by its note: give the files their earlier content, remove the start's
-    snapshot of the code, move back the checkpoints that the start has set aside, journal the
-    attempt with which the run began anew before, and remove the note. The new library stays.
+    snapshot of the code, move back the checkpoints that the start has set aside, journal again the
+    attempt of the last ``--fresh`` before this start, and remove the note. The new library stays.
     Without a note nothing is done.
 
     Nothing is raised. After an error of the disk a warning on stderr names the file, and the note
@@ -91,9 +93,7 @@ def undo_start(run: RunFolder) -> None:
         return
     refusals = _write_back(run, note["files"])
     try:
-        for snapshot in _snapshots(run):
-            if snapshot.name not in note["code"]:
-                shutil.rmtree(snapshot, ignore_errors=True)
+        refusals += _remove_snapshots(run, note["code"])
         for folder in _folders_aside(run):
             if str(folder.relative_to(run.path)) not in note["aside"]:
                 checkpoints.bring_back(RunFolder(folder.parent.parent), folder)
@@ -125,6 +125,29 @@ def _write_back(run: RunFolder, contents: Mapping[str, str]) -> list[OSError]:
                 write_whole(path, content, mode=0o644)
         except OSError as error:
             refusals.append(error)
+    return refusals
+
+
+def _remove_snapshots(run: RunFolder, kept_names: Sequence[str]) -> list[OSError]:
+    """Remove the snapshots of a run but those of `kept_names`, and what is left of such as an
+    earlier call could not remove; return the errors. Each gets another name first: so none of them
+    is the run's newest code, also where the disk keeps a file of it. May raise OSError where the
+    folder can't be listed."""
+    refusals: list[OSError] = []
+    for snapshot in _snapshots(run):
+        if snapshot.name not in kept_names:
+            try:
+                snapshot.rename(
+                    snapshot.with_name(f"{_REFUSED}{snapshot.name}-{os.urandom(2).hex()}")
+                )
+            except OSError as error:
+                refusals.append(error)
+    for name in list_names(run.code):
+        if name.startswith(_REFUSED):
+            try:
+                shutil.rmtree(run.code / name)
+            except OSError as error:
+                refusals.append(error)
     return refusals
 
 

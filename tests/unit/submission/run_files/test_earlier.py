@@ -235,3 +235,25 @@ def test_a_file_that_the_disk_refuses_is_written_by_the_next_start(
     assert run.cancelled.exists()  # the others are written all the same
     earlier.undo_start(run)
     assert _files(run) == before
+
+
+def test_a_copy_of_the_code_that_the_disk_keeps_is_no_runs_code(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = {*os.listdir(run.code)}
+    _break_off(run, monkeypatch)
+
+    def refuse(path: Path, *_: object, **__: object) -> None:
+        if path.is_relative_to(run.code):
+            raise PermissionError(13, "Permission denied", str(path / "train.py"))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", refuse)
+        earlier.undo_start(run)
+    assert run.newest_code == run.code / "0"
+    assert "/train.py: Permission denied; the next one tries again" in capsys.readouterr().err
+    assert checkpoint_names(run) == ["step-1", "step-2"]
+    assert run.start_note.exists()
+    earlier.undo_start(run)
+    names = {*os.listdir(run.code)} - {".script-1"}  # the note of the copy, which hurts nobody
+    assert (names, run.start_note.exists()) == (before, False)
