@@ -36,6 +36,7 @@ from hpc_ddp.submission.job_script.statements.choice import (
     has_launch,
     keep_one_command,
 )
+from hpc_ddp.submission.job_script.statements.loaded_texts import sentences_on
 from hpc_ddp.submission.job_script.statements.names import note_lost_variables, take_shell_variables
 from hpc_ddp.submission.job_script.statements.reader import Reader
 from hpc_ddp.submission.job_script.statements.sorting import Sorter
@@ -334,6 +335,8 @@ def convert(
             job.line,
             "the job is the script that it submits here; the lines around it are read as the job's",
         )
+    for sentence in sentences_on(job.doubts):
+        result.note(job.line, sentence)
     launch, at = choose_launch(reader, result)
     at = _join_child_shells(reader, at) if launch else at
     _mark_exported(reader.statements, environ.keys())

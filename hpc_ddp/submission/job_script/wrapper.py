@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hpc_ddp.submission.job_script.bash import blocks, syntax
 from hpc_ddp.submission.job_script.bash.quotes import without_quoted_texts
 from hpc_ddp.submission.job_script.bash.scope import Scope
 from hpc_ddp.submission.job_script.bash.syntax import Node, source
 from hpc_ddp.submission.job_script.bash.values import doubts_in
-from hpc_ddp.submission.job_script.bash.words import Word
+from hpc_ddp.submission.job_script.bash.words import Doubt, Word
 from hpc_ddp.submission.job_script.conversion import LOST, OURS, Mark
 from hpc_ddp.submission.job_script.directives import Directives, read_directives, read_options
 from hpc_ddp.submission.job_script.statements.reader import Reader
@@ -36,7 +36,8 @@ class JobText:
     """The contents of a script for sbatch: its `directives`, and a `text` that has its statements,
     each in the line where the submitted script has it. `marks` has (group, reason), by line, of
     lines that are neither; `line` is that of the sbatch in it, 0 where the user calls sbatch.
-    `first_line` is the first that sbatch reads, with its number in the script."""
+    `first_line` is the first that sbatch reads, with its number in the script. `doubts` are those
+    of values in the text (`Part.doubt`)."""
 
     directives: Directives
     text: str
@@ -44,6 +45,7 @@ class JobText:
     line: int = 0
     first_line: str = ""
     first_number: int = 1
+    doubts: set[Doubt] = field(default_factory=set)
 
 
 @dataclass(frozen=True)
@@ -99,9 +101,11 @@ def unwrap(text: str, scope: Scope) -> JobText:
     words = scope.words(command.named_children[1:])
     if not _reads_document(words, document, scope):
         return as_it_is
-    if not _write_lines(lines, document, scope, unexported):
+    doubts = set[Doubt]()
+    if not _write_lines(lines, document, scope, unexported, doubts):
         return as_it_is
-    return _make_job(lines, statements, document, (at, submit_at), words)
+    job = _make_job(lines, statements, document, (at, submit_at), words)
+    return replace(job, doubts=doubts)
 
 
 def _statements_in(root: Node) -> Iterator[Node]:
@@ -207,14 +211,16 @@ def _find_document(node: Node) -> _Document | None:
 
 
 def _find_submit(node: Node) -> Node | None:
-    """Return the command ``sbatch`` of a statement that is this command alone, ``sbatch <<EOT`` or
-    ``cat <<EOT | sbatch``, also in ``X=$(…)``; None for any other statement."""
+    """Return the node of sbatch in a statement of one of these forms: ``sbatch FILE``, ``sbatch
+    <<EOT``, ``cat <<EOT | sbatch``, and each of them in ``X=$(…)``. None for any other form."""
     node = _without_assignment(node)
     if node.type == "redirected_statement" and _find_document(node):
         command, document = node.named_children[0], node.named_children[-1]
-        pipes = [c for c in document.named_children if c.type == "pipeline"]
-        readers = pipes[0].named_children if pipes else [command]
-        node = readers[0] if len(readers) == 1 else node
+        pipeline = next((c for c in document.named_children if c.type == "pipeline"), None)
+        readers = pipeline.named_children if pipeline else [command]
+        if len(readers) != 1:
+            return None
+        node = readers[0]
     return node if _name_of(node) == "sbatch" else None
 
 
@@ -243,9 +249,11 @@ def _forms(file: str) -> set[str]:
     return {file, file.removeprefix("./"), f"./{file}", re.sub(r"\$\{(\w+)\}", r"$\1", file)}
 
 
-def _write_lines(lines: list[str], document: _Document, scope: Scope, unexported: set[str]) -> bool:
+def _write_lines(
+    lines: list[str], document: _Document, scope: Scope, unexported: set[str], doubts: set[Doubt]
+) -> bool:
     """Change the lines of a here-document in `lines`, those of the script, to what its reader gets,
-    and return whether they can be those of a job.
+    and return whether they can be those of a job. Add the doubts of values in them to `doubts`.
 
     They can't where bash puts something into an unquoted document that is not known here, except in
     a directive; then some lines are not changed. A variable that the script sets in front of the
@@ -258,7 +266,7 @@ def _write_lines(lines: list[str], document: _Document, scope: Scope, unexported
         is_cut = source(document.word.prev_sibling) == "<<-"
         line = lines[number - 1].lstrip("\t" if is_cut else "")  # "": nothing is cut
         if source(document.word)[:1] not in "\"'\\":  # unquoted
-            expanded = _expand(line, scope, public, of_job)
+            expanded = _expand(line, scope, public, of_job, doubts)
             if expanded is None and not line.startswith("#SBATCH"):
                 return False
             line = line if expanded is None else expanded
@@ -269,11 +277,15 @@ def _write_lines(lines: list[str], document: _Document, scope: Scope, unexported
     return not ({*syntax.names_in(without_quoted_texts(text))} & unexported) - is_set - of_job
 
 
-def _expand(text: str, scope: Scope, assigned: Set[str], of_job: set[str]) -> str | None:
+def _expand(
+    text: str, scope: Scope, assigned: Set[str], of_job: set[str], doubts: set[Doubt]
+) -> str | None:
     """Return a line of an unquoted here-document as bash writes it; None where it has code whose
     result is not known. A variable that the script does not set stays as it is, since the job has
     it from the shell that submits; so does one of those `assigned`, behind no single quote, which
-    is added to `of_job`. `scope` is changed by ``${A:=x}``. Raise as `syntax.parse`."""
+    is added to `of_job`; and so does one whose value a file may have set anew, but for the value in
+    a directive or behind a single quote, whose doubt is added to `doubts`. `scope` is changed by
+    ``${A:=x}``. Raise as `syntax.parse`."""
     unknown = []
 
     def value_of(match: re.Match[str]) -> str:
@@ -292,13 +304,14 @@ def _expand(text: str, scope: Scope, assigned: Set[str], of_job: set[str]) -> st
         is_quoted = text.count("'", 0, match.start()) % 2 == 1
         is_plain = re.fullmatch(r"\$\{?\w+\}?", match[0]) and not is_quoted
         # In the job the statements in front of the document tell what the value is by then.
-        is_doubtful = bool(doubts_in(word)) and not text.startswith("#SBATCH")
-        is_known = word.is_static and not doubts_in(word)
-        if not is_known and is_plain and ({*names} <= assigned or is_doubtful):
+        is_left = bool(doubts_in(word)) and is_plain and not text.startswith("#SBATCH")
+        if is_left or (not word.is_static and is_plain and {*names} <= assigned):
             of_job.update(names)
-        elif not is_known and (not names or {*names} & scope.values.keys()):
+            return match[0]
+        if not word.is_static and (not names or {*names} & scope.values.keys()):
             unknown.append(match[0])
-        return word.text if is_known else match[0]
+        doubts.update(doubts_in(word))
+        return word.text if word.is_static else match[0]
 
     expanded = _EXPANDED.sub(value_of, text)
     return None if unknown else expanded

@@ -135,8 +135,9 @@ def test_a_document_for_sbatch_keeps_what_a_file_may_have_changed(tmp_path: Path
     text = "\n".join(("#!/bin/bash", "LR=0.1", "N=2", "source ./env.sh", *document)) + "\n"
     result = convert(text, tmp_path, tmp_path, name="job.sbatch")
     assert result.settings()["args"] == ["--lr", "0.1"]
-    assert doubts(result) == ["$LR: taken as set before line 4, which may set it anew"]
-    assert "only the shell that submits knows it" in result.group(7)[1]
+    assert result.settings()["nodes"] == 2
+    of_line_4 = "taken as set before line 4, which may set it anew"
+    assert doubts(result) == [f"$N: {of_line_4}", f"$LR: {of_line_4}"]
 
 
 @pytest.mark.parametrize(
