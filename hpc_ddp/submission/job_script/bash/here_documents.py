@@ -29,10 +29,10 @@ _BEGIN = re.compile(
 _SEMICOLON = re.compile(r"(\".*?\$\{\w+:?[-+])([^{}\"]*(?:\$\{\w+\}[^{}\"]*)*;)\}")
 
 
-def as_parser_reads(text: str) -> str:
-    """Return a script in which what the parser would read otherwise than bash is written in another
-    way: here-documents (`with_plain_ends`, `as_assignments`, `as_texts`), and a ``;`` before the
-    bracket that ends ``${NAME:+…;}``, which gets quotes."""
+def for_parser(text: str) -> str:
+    """Return a script that the parser reads as bash reads `text`: here-documents are written in
+    another way (`with_plain_ends`, `as_assignments`, `as_texts`), and in double quotes the text of
+    ``${NAME:+text;}`` gets quotes of its own."""
     text = as_texts(as_assignments(with_plain_ends(text)))
     return _SEMICOLON.sub(r'\1"\2"}', text)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from hpc_ddp.core.errors import UsageError
-from hpc_ddp.submission.job_script.bash.here_documents import as_parser_reads
+from hpc_ddp.submission.job_script.bash.here_documents import for_parser
 from hpc_ddp.submission.job_script.bash.quotes import without_quoted_texts
 
 Node = Any  # a tree_sitter.Node: the package is optional
@@ -31,7 +31,7 @@ _IN_TEXT = ("string", "heredoc_body", "simple_expansion", "expansion")
 def parse(text: str) -> Node:
     """Return the root of the syntax tree of a bash script, `text`. The tree's text differs a little
     from the script's, while lines keep their numbers: a placeholder, ``=<name>``, has quotes, and
-    see `as_parser_reads` and `_with_whole_words`. Raise UsageError where the parser of bash, or
+    see `for_parser` and `_with_whole_words`. Raise UsageError where the parser of bash, or
     that of YAML, is not installed."""
     try:
         import tree_sitter
@@ -45,7 +45,7 @@ def parse(text: str) -> Node:
     language = tree_sitter.Language(tree_sitter_bash.language())
     parser, parsed = tree_sitter.Parser(language), b""
     text = re.sub(r"(\\(\n|$)\s*)+$", "", text) + "\n"  # a backslash at the script's end
-    text = _space_brackets(as_parser_reads(text))
+    text = _space_brackets(for_parser(text))
     code = _quote_placeholders(parser.parse(text.encode()).root_node, text.encode())
     while code != parsed:  # a change lets the parser see others
         root, parsed = parser.parse(code).root_node, code

@@ -18,7 +18,11 @@ from hpc_ddp.submission.job_script.statements.branch_reading import CHOOSES, Bra
 from hpc_ddp.submission.job_script.statements.loaded_texts import sentences_on
 from hpc_ddp.submission.job_script.statements.reading import OF_ARGUMENTS
 from hpc_ddp.submission.job_script.statements.requeues import does_more
-from hpc_ddp.submission.job_script.statements.statement import changes_folder, inner_text
+from hpc_ddp.submission.job_script.statements.statement import (
+    Statement,
+    changes_folder,
+    inner_text,
+)
 
 _ENDS = re.compile(r"exit\b[^;&|\n]*$|exec\s+[^-<>&\d\s][^;&|\n]*$")  # exec of a program
 
@@ -165,11 +169,12 @@ class Reader(BranchReading):
 
     def _read_inner(self, outer: Launch, node: Node, output: str) -> None:
         """Append the statements in the text of a ``bash -c``, read in a child shell: `outer` is its
-        launch, `node` its command. Launches among them take over the options of `outer`, the text
-        of `node`, and `output` unless they have their own. Add the variables that the batch script
-        expands in the text to `batch_variables`. Raise as `syntax.parse`."""
+        launch, `node` its command. Each of them gets what the command says by `_give_to_inner`,
+        which has the same `output`. Add the variables that the batch script expands in the text to
+        `batch_variables`, and the arguments behind it to `batch_words`. Raise as `syntax.parse`."""
         assert outer.inner is not None
-        word, before = self._name_outer_code(outer.inner, node), [*self.statements]
+        word = self._name_outer_code(outer.inner, node)  # which appends statements, too
+        earlier = set(map(id, self.statements))  # equal statements are no same ones
         self.batch_variables |= {*word.names}
         self.batch_words |= {argument.text for argument in outer.args}
         step = outer.step or self._place.step
@@ -179,14 +184,21 @@ class Reader(BranchReading):
             self.scope.set("0", outer.inner_name)
             self._read_text(inner_text(word), node, step, outer.inner.line)
         self._place = place
-        earlier = set(map(id, before))  # equal statements are no same ones
         for statement in (s for s in self.statements if id(s) not in earlier):
-            statement.outer = outer if statement.in_task else None
-            if statement.launch is not None:
-                statement.launch.take_from(outer)
-                statement.output = statement.output or output
-                statement.own_text = statement.own_text or statement.around or statement.text
-                statement.text = source(node)
+            self._give_to_inner(statement, outer, node, output)
+
+    @staticmethod
+    def _give_to_inner(statement: Statement, outer: Launch, node: Node, output: str) -> None:
+        """Give a statement in the text of a ``bash -c`` what its command, `node`, says: `outer`,
+        the command's launch, if each task runs the statement. If it is a launch, it takes over the
+        options of `outer`, the text of `node` as its `text`, with its own as `own_text`, and the
+        file `output` unless it writes to one itself."""
+        statement.outer = outer if statement.in_task else None
+        if statement.launch is not None:
+            statement.launch.take_from(outer)
+            statement.output = statement.output or output
+            statement.own_text = statement.own_text or statement.around or statement.text
+            statement.text = source(node)
 
     def _read_text(self, text: str, node: Node, step: str, line: int = 0) -> None:
         """Append the statements of `text`, a script that is a word of the command `node`, from

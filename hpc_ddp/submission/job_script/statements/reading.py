@@ -78,18 +78,21 @@ class Reading(ABC):
         self, node: Node, arguments: Sequence[Word] | None, arguments_are_set: bool
     ) -> Iterator[None]:
         """Have the statements within the context read as those of a child shell, `node`, which gets
-        a number in `child_shells`. The shell's variables and functions end with it. For its
-        arguments see `Scope`."""
+        a number in `child_shells`. For its arguments see `Scope`. The shell's variables and
+        functions end with the context, if no error leaves it. Only `is_open` stays: if the child
+        shell may have set unknown variables, it is True for the outer scope, too, since the launch
+        in the child shell uses them."""
         text = source(node).strip()
         shell = Statement(text, self._at(node), in_task=self._place.in_task, shells=self._shells)
         self.child_shells.append(shell)
-        before = self.scope, self._functions, self._exports_all, self._shells
-        self.scope = self.scope.child(arguments, arguments_are_set)
+        outer_scope = self.scope
+        before = self._functions, self._exports_all, self._shells
+        self.scope = outer_scope.child(arguments, arguments_are_set)
         self._functions = {**self._functions}
         self._shells = (*self._shells, len(self.child_shells) - 1)
         yield
-        before[0].is_open |= self.scope.is_open  # for the launch's own variables
-        self.scope, self._functions, self._exports_all, self._shells = before
+        outer_scope.is_open |= self.scope.is_open
+        self.scope, (self._functions, self._exports_all, self._shells) = outer_scope, before
 
     def _at(self, node: Node) -> tuple[int, int]:
         """Return the first and the last line of a node in the script, from 1. In a text whose lines
