@@ -95,42 +95,43 @@ def find_run(root: Path, text: str, ask_cluster: Callable[[], str] = str) -> Run
     OSError
         `text` is too long for a path, or a run's folder or journal can't be read
     """
-    candidates = [Path(text).absolute()] if text else []
-    of_job: dict[Path, JobRef] = {}
+    plain = re.sub(r"/task-0+(?=\d+$)", "/task-", text)  # task-02 is task-2
+    candidates = [Path(form).absolute() for form in dict.fromkeys((text, plain)) if form]
+    jobs_by_run: dict[Path, JobRef] = {}
     cluster = ""
     if text and not set(text) & {"/", "\0"}:
         name = glob.escape(text)
-        of_job = _runs_of_job(root, text)
-        cluster = ask_cluster() if of_job else ""
+        jobs_by_run = _runs_of_job(root, text)
+        cluster = ask_cluster() if jobs_by_run else ""
         candidates += [
-            *_runs_of_cluster(of_job, cluster),
+            *_only_run_of_cluster(jobs_by_run, cluster),
             *_newest_first(root.glob(f"[!.]*/{name}")),  # a plain start's are all called `local`
         ]
         # Runs that have started come first, the newest of them first: the sort is stable.
         named = _newest_first(root.glob(f"{name}/*"))
         candidates += sorted(named, key=lambda run: not any(run.glob("journal/*.jsonl")))
-    if re.fullmatch(r"[^/\0]+/task-\d+", text):  # an id, as `hpc-ddp status` shows it
-        candidates += root.glob(f"[!.]*/{glob.escape(text)}")
+    if re.fullmatch(r"[^/\0]+/task-\d+", plain):  # an id, as `hpc-ddp status` shows it
+        candidates += root.glob(f"[!.]*/{glob.escape(plain)}")
     for path in candidates:
         if "\0" not in text and (path / "job.json").is_file() and is_trusted(path):
             return RunFolder(path.resolve())
-    _refuse_text(root, text, of_job, cluster)
+    _refuse_text(root, plain, jobs_by_run, cluster)
 
 
-def _refuse_text(root: Path, text: str, of_job: dict[Path, JobRef], cluster: str) -> NoReturn:
-    """Raise UsageError for a `text` that means no run: it is the id of jobs (`of_job`), but not of
-    exactly one of the cluster; or the task has not begun; or there is no such run. Raise OSError
-    where `root` can't be listed."""
-    if of_job:
-        runs = ", ".join(f"{path} on {job.cluster or '?'}" for path, job in of_job.items())
+def _refuse_text(root: Path, text: str, jobs_by_run: dict[Path, JobRef], cluster: str) -> NoReturn:
+    """Raise UsageError for a `text` that means no run: it is the id of jobs (`jobs_by_run`), but
+    not of exactly one of the cluster; or the task has not begun; or there is no such run. Raise
+    OSError where `root` can't be listed."""
+    if jobs_by_run:
+        runs = ", ".join(f"{path} on {job.cluster or '?'}" for path, job in jobs_by_run.items())
         raise UsageError(
             f"job {text} of this cluster ({cluster or 'whose name is not known'}) is no single run;"
             f" jobs of that number: {runs}",
             hint="name the run by its id, the last part of its folder",
         )
-    if waiting := _waiting_task(root, text):
+    if task := _named_task(root, text):
         raise UsageError(
-            f"task {waiting.index} of {waiting.whole} has not begun, and has no folder yet",
+            f"task {task.index} of {task.whole} has not begun, and has no folder yet",
             hint="scancel JOB_INDEX cancels it; squeue --me names the array's job",
         )
     elsewhere = "its folder as RUN, --runs-dir, or cd to where it was submitted"
@@ -141,9 +142,10 @@ def _refuse_text(root: Path, text: str, of_job: dict[Path, JobRef], cluster: str
     )
 
 
-def _waiting_task(root: Path, text: str) -> RunFolder | None:
+def _named_task(root: Path, text: str) -> RunFolder | None:
     """Return the folder, which need not exist, of a task that a person means by ``ARRAY/task-N``;
-    ARRAY is the path or id of an array that exists, and has a task N. None for any other text."""
+    ARRAY is the path of an array, or its id below `root`, the folder of all runs, and has a task N.
+    None for any other text."""
     if "\0" in text or not re.fullmatch(r".*[^/]/task-\d+", text, flags=re.DOTALL):
         return None
     array, _, task = text.rpartition("/")
@@ -190,10 +192,10 @@ def _runs_of_job(root: Path, text: str) -> dict[Path, JobRef]:
     return jobs
 
 
-def _runs_of_cluster(of_job: dict[Path, JobRef], cluster: str) -> list[Path]:
-    """Return the run of `of_job` whose job is of a cluster ('': unknown), as a list; [] where there
-    is none, or several may be meant."""
-    paths = [path for path, job in of_job.items() if job.is_of(cluster)]
+def _only_run_of_cluster(jobs_by_run: dict[Path, JobRef], cluster: str) -> list[Path]:
+    """Return [run] if exactly one of the runs has a job that may be of the cluster, else []. A job,
+    or a `cluster`, whose name is '' may be of any."""
+    paths = [path for path, job in jobs_by_run.items() if job.is_of(cluster)]
     return paths if len(paths) == 1 else []
 
 

@@ -91,6 +91,16 @@ def test_a_task_of_an_array_is_found_by_the_id_that_is_shown(tmp_path: Path) -> 
     assert find_run(tmp_path, "12") == array
 
 
+@pytest.mark.parametrize("number", ["2", "02", "002"])
+def test_a_task_may_be_named_with_zeros(tmp_path: Path, number: str) -> None:
+    array = RunFolder(tmp_path / "n" / "20260101-000000-aaaa").make()
+    task = RunFolder(array.path / "task-2").make()
+    for folder in (array, task):
+        folder.job_json.write_text("{}")
+    for text in (f"{array.id}/task-{number}", f"{array.path}/task-{number}"):
+        assert find_run(tmp_path, text) == task
+
+
 @pytest.mark.parametrize("text", ["nope", "*", "../..", "", "a/b", "[", "~nobody-here/x", "\0"])
 def test_an_unknown_run_is_an_error_with_a_hint(tmp_path: Path, text: str) -> None:
     make_run(tmp_path)
