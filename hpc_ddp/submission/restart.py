@@ -192,6 +192,12 @@ def plan_continuation(
         is_single = "singleton" in re.split("[,?]", spec.dependency or "")
         changed.setdefault("dependency", "singleton" if is_single else None)
     if run.is_task:  # it alone goes on, and keeps its index
+        if changed.get("array") not in (None, str(run.index)):
+            raise UsageError(
+                f"array is {changed['array']!r} for {run.path}, which is one task; accepted: no"
+                " --array",
+                hint=f"hpc-ddp submit --run {RunFolder(run.whole).quoted} --array TASKS",
+            )
         changed["array"] = str(run.index)
     elif spec.array:
         changed.setdefault("array", _unfinished_tasks(run, spec))

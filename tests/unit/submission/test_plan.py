@@ -446,6 +446,20 @@ def test_a_run_becomes_no_array(tmp_path: Path) -> None:
         plan_continuation(run, {"array": "0-1"}, Settings({}), tmp_path)
 
 
+def test_a_task_goes_on_alone_and_takes_no_array(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("")
+    settings = Settings({"script": "train.py", "array": "0-3"})
+    run = plan.plan_new(settings, tmp_path, tmp_path / "runs").write().run
+    task = make_task(run, 2)
+    for options in ({}, {"array": "2"}):
+        assert plan_continuation(task, options, Settings({}), tmp_path).spec.array == "2"
+    with pytest.raises(
+        UsageError, match=r"array is '3' for .*/task-2, which is one task"
+    ) as caught:
+        plan_continuation(task, {"array": "3"}, Settings({}), tmp_path)
+    assert str(run.path) in str(caught.value.hint)
+
+
 def test_settings_of_another_version_are_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
