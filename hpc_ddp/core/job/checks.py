@@ -58,6 +58,7 @@ JOB_NAME = re.compile(r"\w[\w .+=,@-]{0,99}")
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _TORCHRUN = re.compile(r"--?(?P<name>[a-z][a-z_-]*)(=[\w./:,@%+=-]+)?")
 _MODULE = re.compile(r"[^\W\d][\w-]*(\.[^\W\d][\w-]*)*")  # of Python -m
+_NO_BYTE = "[\ud800-\udc7f\udd00-\udfff]"  # stand-ins for nothing, as JSON may have
 
 
 def check(spec: JobSpec) -> None:
@@ -314,7 +315,8 @@ def _check_texts(spec: JobSpec) -> None:
             )
     for text in _texts_in([getattr(spec, item.name) for item in fields(spec)]):
         if "\0" in text or not _is_unicode(text):
-            is_locale_wrong = _is_unicode(os.fsencode(text).decode(errors="surrogateescape"))
+            content = os.fsencode(re.sub(_NO_BYTE, "\udcff", text))
+            is_locale_wrong = _is_unicode(content.decode(errors="surrogateescape"))
             raise UsageError(
                 f"{text!r} holds a NUL or bytes that are no UTF-8, which a script can't",
                 hint="export LC_ALL=C.UTF-8: this shell's locale knows ASCII alone"
@@ -336,12 +338,9 @@ def _check_python(python: str) -> None:
 
 
 def _is_unicode(text: str) -> bool:
-    """Return whether a text can be written as UTF-8."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:  # Python's stand-ins for bytes that it could not decode
-        return False
-    return True
+    """Return whether a text can be written as UTF-8: it has none of Python's stand-ins for bytes
+    that it could not decode."""
+    return not re.search("[\ud800-\udfff]", text)
 
 
 def _check_nodes(nodes: int | str) -> None:

@@ -159,6 +159,7 @@ def test_nodes_and_restarts_follow_the_settings(
         ({"array": "0-99999,5"}, "more than 100,000 tasks"),
         ({"array": "0-"}, "no list of indexes"),
         ({"setup": ("\udcff",)}, "no UTF-8"),
+        ({"args": ("\ud800",)}, "no UTF-8"),
         ({"python": "/a/\udcff"}, "no UTF-8"),
         ({"container": "a \udcff"}, "no UTF-8"),
         ({"image": "\udcff"}, "no UTF-8"),
