@@ -154,15 +154,18 @@ def _run_within(argv: Sequence[str], limit_s: float) -> subprocess.CompletedProc
     suspended does not count. Raise ``subprocess.TimeoutExpired`` where it takes longer than
     `limit_s` seconds, OSError where it can't be started."""
     pipe, waited_s = subprocess.PIPE, 0.0
-    with subprocess.Popen(argv, stdout=pipe, stderr=pipe, text=True) as program:
-        while waited_s < limit_s:
-            begin = time.monotonic()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                printed = program.communicate(timeout=min(1.0, limit_s - waited_s))
-                return subprocess.CompletedProcess(argv, program.returncode, *printed)
-            turn_s = time.monotonic() - begin
-            waited_s += turn_s if turn_s < STOOD_STILL_S else 0.0
-        program.kill()
+    # No `with`: its end would wait for a process that a driver keeps in state D, without a limit.
+    program = subprocess.Popen(argv, stdout=pipe, stderr=pipe, text=True)
+    while waited_s < limit_s:
+        begin = time.monotonic()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            printed = program.communicate(timeout=min(1.0, limit_s - waited_s))
+            return subprocess.CompletedProcess(argv, program.returncode, *printed)
+        turn_s = time.monotonic() - begin
+        waited_s += turn_s if turn_s < STOOD_STILL_S else 0.0
+    program.kill()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        program.communicate(timeout=1.0)
     raise subprocess.TimeoutExpired(argv, limit_s)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -145,6 +147,20 @@ def test_time_of_a_suspended_job_does_not_count(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(checks, "time", clock)
     done = checks._run_within(["sh", "-c", "sleep 1.5; echo yes"], 100.0)
     assert (done.returncode, done.stdout) == (0, "yes\n")
+
+
+def test_a_program_that_no_signal_ends_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one in state D."""
+    programs: list[subprocess.Popen[str]] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess.Popen, "kill", lambda program: programs.append(program))
+        begin = time.monotonic()
+        with pytest.raises(subprocess.TimeoutExpired):
+            checks._run_within(["sleep", "100"], 0.1)
+        assert time.monotonic() - begin < 50
+    for program in programs:
+        program.kill()
+        program.communicate()
 
 
 def test_nvidia_smi_may_be_slow() -> None:
