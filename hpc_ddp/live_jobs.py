@@ -251,7 +251,7 @@ def _has_left_allocation(run: RunFolder, events: Sequence[JournalEvent], job: Jo
 
 
 def describe_job(job: JobRef, queue: Queue, run: RunFolder) -> str:
-    """Return words for a job of a run that is not over, with its state or why that is not known.
+    """Return words for a job, not over, of a run: its state, or why that is not known.
     Raises what `Queue.find` raises."""
     queued = queue.find(job, run)
     if queued:

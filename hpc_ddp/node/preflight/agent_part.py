@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import suppress
+from typing import NoReturn
 
 from hpc_ddp.node.net.place import Place
 from hpc_ddp.node.preflight.agent_link import take_dialogue
@@ -19,10 +20,10 @@ FIT, UNFIT, AGAIN = 0, 10, 11  # exit codes of the fork
 
 
 def await_outcome(place: Place) -> bool:
-    """Have forks of this process answer the preflight's questions on torch, one in each round;
-    return whether the training can start. A fork that ends in another way is followed by another
-    one. Without an outcome, as after a notice, this waits until the process is killed. The process
-    must not have threads; HPC_DDP_NODE is set."""
+    """Have a fork of this process answer the preflight's questions on torch; return whether the
+    training can start. A fork that ends without an outcome (`FIT`, `UNFIT`) is followed by another
+    one, since the driver may begin again. Without an outcome, as after a notice, this waits until
+    the process is killed. The process must not have threads; HPC_DDP_NODE is set."""
     while True:
         pid = os.fork()
         if not pid:
@@ -32,9 +33,11 @@ def await_outcome(place: Place) -> bool:
             return code == FIT
 
 
-def _answer(place: Place) -> None:
-    """Answer the driver's questions of a round in this process, a fork, and exit it. The code is
-    `AGAIN` where a second round may follow, and after any exception, which is printed."""
+def _answer(place: Place) -> NoReturn:
+    """Answer the driver's questions in this process, a fork, and exit with `FIT` or `UNFIT`, as the
+    driver says; with `FIT`, too, where the nodes were found fit without this fork. The exit code is
+    `AGAIN` where the driver has closed the dialogue without that word, or an exception, which is
+    printed, came before it."""
     code = AGAIN
     try:
         die_with_parent()

@@ -280,8 +280,8 @@ def fill_variables(command: list[str]) -> list[str]:
 
     for name in os.environ.get("HPC_DDP_EXPAND_ENV", "").split():
         os.environ[name] = fill_in(os.environ[name])
-    # By the argument ${NAME[@]}: NAME[@], and the variable in which the batch script has put the
-    # array's elements, with a separator (\x1f) before each.
+    # The array's name, NAME[@], by the argument ${NAME[@]} that it fills; and the variable in which
+    # the batch script has put the array's elements, with a separator (\x1f) before each.
     arrays = {f"${{{name}}}": (name, f"HPC_DDP_WORDS_{name[:-3]}") for name in names if "[" in name}
     words = command[:3]
     for word in command[3:]:

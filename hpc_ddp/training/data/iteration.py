@@ -64,8 +64,8 @@ class Iteration:
         self._batch: Batch | None = None  # the last one
         self._batches = 0  # yielded since the last step
         # Whether the next iteration is to call `on_first_batch` if no batch of this one has a step:
-        # this one is by `next`, or comes before the iteration in which the checkpoint was saved.
-        self._may_undo = loader.is_before_checkpoint or not by_loop
+        # this one is by `next`, or comes before the one in which the run's last step was.
+        self._may_undo = loader.is_earlier_pass or not by_loop
         self._had_step = False  # a batch before the last one
 
     def begin(self) -> None:

@@ -162,9 +162,10 @@ class Loader:
         return self.has_left(0)
 
     @property
-    def is_before_checkpoint(self) -> bool:
-        """Whether the present iteration comes, in its epoch, before the one in which the checkpoint
-        was saved."""
+    def is_earlier_pass(self) -> bool:
+        """Whether the pass over the loader that is open now has a lower number, in its epoch, than
+        the pass in which the run's last step was. After a resume such a pass only repeats batches
+        that are done."""
         return self._passes < self._position.passes
 
     def begin_loop(self) -> None:

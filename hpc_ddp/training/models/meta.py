@@ -61,7 +61,7 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _allocate(old: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a tensor or parameter like `old` on a device, filled with a value that no
+    """Return a tensor or parameter like `old` on a device, filled with a value that hardly any
     initialisation leaves behind: NaN, `NEITHER`, or the dtype's largest whole number."""
     new = torch.empty_like(old, device=device)
     if new.is_floating_point() or new.is_complex():
