@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import json
 import os
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -11,7 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from hpc_ddp.core.file_io import READER_THREADS, list_names, patiently, read_json
+from hpc_ddp.core.file_io import (
+    READER_THREADS,
+    list_names,
+    parse_object,
+    patiently,
+    read_json,
+)
 from hpc_ddp.core.job.job_ref import JobRef
 
 
@@ -122,7 +127,10 @@ class AttemptFolder:
         A disk in trouble is waited for (`patiently`). Raises OSError where that is in vain, and
         ValueError or KeyError where the file is damaged.
         """
-        return tuple(json.loads(patiently((self.path / "attempt.json").read_text))["nodes"])
+        names = parse_object(patiently((self.path / "attempt.json").read_text))["nodes"]
+        if not isinstance(names, list):
+            raise ValueError(f"nodes is {names!r}; accepted: a list")
+        return tuple(names)
 
     # Holds a word once the batch script has a notice to pass on; empty before. The file exists from
     # the start: opening a file that exists asks an NFS server for its newest content, while a

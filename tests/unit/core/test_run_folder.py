@@ -294,3 +294,10 @@ def test_a_folder_that_can_not_be_listed_is_not_empty(
     for look in looks:
         with pytest.raises(OSError, match="Stale"):
             look()
+
+
+@pytest.mark.parametrize("text", ["null", "[]", "{}", '{"nodes": null}', '{"nodes": "n1"}', "{"])
+def test_a_damaged_record_of_an_attempt_has_no_node_names(tmp_path: Path, text: str) -> None:
+    (tmp_path / "attempt.json").write_text(text)
+    with pytest.raises((ValueError, KeyError)):
+        _ = AttemptFolder(tmp_path).node_names
