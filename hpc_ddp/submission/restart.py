@@ -159,7 +159,8 @@ def plan_continuation(
     folder that paths in `options` are relative to. With `new_code`, and for a script or
     ``snapshot`` in `options`, the code is copied anew, unless the settings want no snapshot. An
     array goes on with its unfinished tasks, or with those that `options` name; a task of an array
-    goes on alone. A ``dependency`` of an earlier start is dropped, except ``singleton``.
+    goes on alone. Once the run has begun, a ``dependency`` of an earlier start is dropped, except
+    ``singleton``.
 
     A broken-off start of the run is undone first (`undo_broken_start`); else nothing is written.
     A warning on stderr names settings of another version. `Plan.write`, not this function, checks
@@ -168,7 +169,8 @@ def plan_continuation(
     Raises
     ------
     UsageError
-        the run, or each task of it, is finished; it is another user's; its script is gone; its
+        the run, or each task of it, is finished; `options` name other tasks beside a task's run;
+        it is another user's; its script is gone; its
         job.json is broken; or an option is refused (also as `make_plan` does); or as
         `undo_broken_start`
     OSError

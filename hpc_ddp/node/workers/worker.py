@@ -258,9 +258,9 @@ def value_of(name: str, variable: str = "") -> str:
 
 
 def fill_variables(command: list[str]) -> list[str]:
-    """Return `command` (python, -u, the script and its arguments) with values in place of the
-    variables that ``--expand`` names, in the arguments. An argument ``${NAME[@]}`` becomes one
-    argument for each element of the array.
+    """Return `command` (python, -u, a script, and words behind it) with values in place of the
+    variables that ``--expand`` names, in the words behind the script. A word ``${NAME[@]}`` becomes
+    one word for each element of the array.
 
     The values are also filled into this process's environment, in the variables that
     HPC_DDP_EXPAND_ENV names: those of ``env`` that differ between workers. ``$NAME`` and

@@ -203,8 +203,8 @@ def check_place(model: torch.nn.Module, device: torch.device, is_tracked: bool) 
 
 def find_inner_optimizer(outer: Optimizer, tracked: Collection[Any]) -> str:
     """Return the name of the attribute by which the optimizer `outer` has another optimizer, as
-    SAM, with a state of its own, if that is not among the objects `tracked`. Return '' if there is
-    none, and if outer's class has its own ``state_dict``, which may have the inner state."""
+    SAM. The inner one must have a state of its own, and not be among the objects `tracked`. Return
+    '' without one, and if outer's class has its own ``state_dict``: that may have its state."""
     if type(outer).state_dict is Optimizer.state_dict:
         for key, inner in vars(outer).items():
             is_apart = isinstance(inner, Optimizer) and inner.state is not outer.state
