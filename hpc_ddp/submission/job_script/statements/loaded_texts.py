@@ -29,9 +29,12 @@ from hpc_ddp.submission.job_script.bash.words import Doubt, Word
 from hpc_ddp.submission.job_script.launchers.launch import Launch
 from hpc_ddp.submission.job_script.statements.statement import Place, Statement
 
-# An eval of what a program for environments prints, which sets no variable of a job script.
+# An eval of what a program for environments prints, and the files that begin such programs and
+# those of compilers: they set no variable of a job script.
 _OF_ENVIRONMENT = re.compile(
-    r"eval\b.*[(`].*\b(conda|(micro)?mamba|pixi|spack|modulecmd|lmod|pyenv|ssh-agent)\b", re.S
+    r"eval\b.*[(`].*\b(conda|(micro)?mamba|pixi|spack|modulecmd|lmod|pyenv|ssh-agent)\b"
+    r"|(source|\.)\s.*/(init/(ba|k|z)?sh|setvars\.sh|setup-env\.sh|\.cargo/env)(?=[\"'\s]|$)",
+    re.S,
 )
 
 
@@ -87,10 +90,11 @@ def _loaded_texts(
         pending += [body_of(functions[n][0]) for n in names & functions.keys() - functions_read]
         functions_read |= names
         for command in commands_of_unknown_names(block):
+            if _OF_ENVIRONMENT.match(source(command)):
+                continue
             text = _loaded_text(command, scope)
-            if text is None:
-                is_unknown |= not _OF_ENVIRONMENT.search(source(command))
-            elif text not in texts:
+            is_unknown |= text is None
+            if text is not None and text not in texts:
                 texts.append(text)
                 pending.append(parse(text))
     return texts, is_unknown
