@@ -61,8 +61,7 @@ _CHANGES = re.compile(r"S?RANDOM|SECONDS|LINENO|BASHPID|EPOCH(REAL)?SECONDS")  #
 class Scope:
     """The variables of a script at one point: `values` by name, None for a value that only the job
     knows. `numbers` and `texts` are values of Slurm's variables that follow from the directives.
-    `is_open`: a file was sourced or a text evaluated, and may have set any variable. `versions` has
-    how often each variable has been set so far."""
+    `is_open`: an unknown text may have set any. `versions`: how often each has been set so far."""
 
     values: dict[str, Value] = field(default_factory=dict)
     numbers: dict[str, int] = field(default_factory=dict)
@@ -81,6 +80,7 @@ class Scope:
     gpu_counts: dict[str, str] = field(default_factory=dict)  # lengths of arrays of GPUs, by name
     versions: Counter[str] = field(default_factory=Counter)
     guesses: set[str] = field(default_factory=set)  # variables that are taken to be unset
+    loaded_functions: dict[str, str] = field(default_factory=dict)  # bodies, of files, by name
     defaults: set[str] = field(default_factory=set)  # those whose defaults are used: ${NAME:-x}
 
     def child(self, arguments: Sequence[Word] | None, arguments_are_set: bool) -> Scope:

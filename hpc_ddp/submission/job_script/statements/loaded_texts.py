@@ -18,6 +18,7 @@ from hpc_ddp.submission.job_script.bash.blocks import (
 from hpc_ddp.submission.job_script.bash.scope import Scope
 from hpc_ddp.submission.job_script.bash.syntax import (
     Node,
+    all_below,
     body_of,
     commands_of,
     names_in,
@@ -64,7 +65,8 @@ def forget_loaded_names(
 
     A variable that a text does not set keeps its value. Where a text is not known, as that of a
     file which can't be read here, each value gets a doubt, with the `line` of the command
-    (`Scope.open_names`). `functions` is as in `names_set_by_calls`. Raise as `syntax.parse`.
+    (`Scope.open_names`). Functions that the texts define go to ``scope.loaded_functions``: a call
+    of one is a text as well. `functions` is as in `names_set_by_calls`. Raise as `syntax.parse`.
     """
     texts, is_unknown = _loaded_texts(node, scope, functions)
     names = set[str]()
@@ -80,7 +82,7 @@ def _loaded_texts(
     node: Node, scope: Scope, functions: Mapping[str, tuple[Node, Statement, Place]]
 ) -> tuple[list[str], bool]:
     """Return the texts of `forget_loaded_names` that are known, each once, and whether there are
-    others, but for those of environments."""
+    others, but for those of environments. Note the functions that the texts define."""
     # What the words set, and take to be unset, counts where the statement itself is read.
     scope = replace(scope, values={**scope.values}, versions=Counter(), defaults=set())
     texts, is_unknown, functions_read, pending = list[str](), False, set[str](), [node]
@@ -89,15 +91,25 @@ def _loaded_texts(
         names = {source(c.child_by_field_name("name")) for c in commands_of(block)}
         pending += [body_of(functions[n][0]) for n in names & functions.keys() - functions_read]
         functions_read |= names
+        known_texts = [scope.loaded_functions[n] for n in names & scope.loaded_functions.keys()]
         for command in commands_of_unknown_names(block):
             if _OF_ENVIRONMENT.match(source(command)):
                 continue
             text = _loaded_text(command, scope)
             is_unknown |= text is None
-            if text is not None and text not in texts:
+            known_texts += [] if text is None else [text]
+        for text in known_texts:
+            if text not in texts:
                 texts.append(text)
                 pending.append(parse(text))
+                scope.loaded_functions |= _functions_in(pending[-1])
     return texts, is_unknown
+
+
+def _functions_in(root: Node) -> dict[str, str]:
+    """Return the bodies of the functions that are defined below a node, by name."""
+    nodes = (node for node in all_below(root) if node.type == "function_definition")
+    return {source(n.child_by_field_name("name")): source(body_of(n)) for n in nodes}
 
 
 def _loaded_text(command: Node, scope: Scope) -> str | None:

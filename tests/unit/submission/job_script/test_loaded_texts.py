@@ -32,6 +32,8 @@ def doubts(result: Conversion) -> list[str]:
         ("LR=0.5", ("[ -f env.sh ] && source env.sh",)),
         ("LR=0.5", ("load() { source env.sh; }", "load")),
         ("set_lr() { LR=0.5; }\nset_lr", ("if [ -e env.sh ]; then", " . ./env.sh", "fi")),
+        ("set_lr() { LR=0.5; }", ("source env.sh", "LR=0.2", "set_lr")),
+        ("set_lr() { . inner.sh; }", ("source env.sh", "LR=0.2", "if set_lr; then echo; fi")),
         ("source inner.sh", ("set -a; source env.sh; set +a",)),
         ("eval 'LR=0.5'", ("source env.sh",)),
         ("LR=0.5", ("eval 'source ./env.sh'",)),
