@@ -53,7 +53,13 @@ if __name__ == "__main__":
             break
         place += 1
     sys.path.insert(place - 1, sys.path.pop(0))
-    outcome = importlib.import_module(f"hpc_ddp.node.{sys.argv[1]}").main(sys.argv[2:])
+    try:
+        part = importlib.import_module(f"hpc_ddp.node.{sys.argv[1]}")
+    except (ImportError, OSError):
+        if sys.argv[1] != "batch":
+            raise
+        sys.exit(111)  # the disk is away: the batch script calls again
+    outcome = part.main(sys.argv[2:])
     if isinstance(outcome, int):
         sys.exit(outcome)
     # A forked worker: its script runs here, below no frame but this one, and has this module

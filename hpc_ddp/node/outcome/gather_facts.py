@@ -9,6 +9,7 @@ import math
 import re
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -164,7 +165,7 @@ def judge_attempt(
     `judge_stage` may change the verdict and remove the run's parcel. If the journal refuses the
     verdict, that is only printed.
     """
-    facts = _gather_facts(run, attempt, environ, job)
+    facts = patiently(partial(_gather_facts, run, attempt, environ, job))
     nodes, spec = facts.nodes, facts.spec
     silent = silent_nodes(spec, nodes, facts.records)
     if silent and not (facts.complete or facts.lost_nodes or facts.failure):

@@ -188,8 +188,12 @@ def _start_again(start: EndedStart, last_answer: Job | None, give_up: float) -> 
         else:
             # KillWait after the requeue Slurm kills this process; at a preemption, or near the end
             # of the job's time, it does so without a requeue.
-            if not job.preempted and time.monotonic() + ASKING_S < give_up:
+            began = time.monotonic()
+            if changes is None and not job.preempted and began + ASKING_S < give_up:
                 changes = _changes_of_next(start, job, give_up)
+                if time.monotonic() > began + 1:  # the job may have been cancelled since
+                    job = None
+                    continue
             try:
                 if refusals:  # of a new job, so that nothing else is left
                     slurm.update_job(job_id, MAY_BE_REQUEUED)

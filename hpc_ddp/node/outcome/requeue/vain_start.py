@@ -6,6 +6,7 @@ There is no attempt to judge then. The bound is `max_failures`, as for the start
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -20,6 +21,8 @@ from hpc_ddp.node.outcome.bounds import PAUSES_S
 from hpc_ddp.node.outcome.requeue.attempt_end import noted_restarts
 from hpc_ddp.node.outcome.requeue.chain import command_to_go_on, record_vain_job
 from hpc_ddp.node.outcome.requeue.next_start import EndedStart, ask_about_job, go_on
+
+AWAY_S = 900.0  # within which a disk comes back, as after a failover of its server
 
 
 def end_for_disk(call: str, environ: dict[str, str], error: OSError) -> int:
@@ -70,6 +73,7 @@ def _start_again(environ: dict[str, str], pauses_s: Sequence[float] = (0.0,)) ->
         return _leave_to_the_user(environ)
     try:
         run = run_of_job(environ)
+        _await_disk(run, environ)
         spec = JobSpec.from_json(run.job_json.read_bytes())
         start, count = _this_start(run, spec, environ)
         start = replace(start, pause_s=pauses_s[min(max(count, 1), len(pauses_s)) - 1])
@@ -89,6 +93,22 @@ def _start_again(environ: dict[str, str], pauses_s: Sequence[float] = (0.0,)) ->
     if code == 0 and not is_preempted:
         say(f"starts that came to nothing: {count} of at most {spec.max_failures}")
     return code
+
+
+def _await_disk(run: RunFolder, environ: dict[str, str]) -> None:
+    """Wait until the run's folder can be read: `AWAY_S` at most, and not into the last minute of
+    the job's time, if that is known. Raise the OSError of the last try."""
+    end = float(environ.get("HPC_DDP_END_TIME") or math.inf)
+    give_up = min(time.time() + AWAY_S, end - 60)
+    while True:
+        try:
+            run.job_json.read_bytes()
+            run.attempts()
+            return
+        except OSError:
+            if time.time() > give_up:
+                raise
+        time.sleep(1)
 
 
 def _leave_to_the_user(environ: dict[str, str]) -> int:

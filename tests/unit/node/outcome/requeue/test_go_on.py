@@ -9,7 +9,7 @@ import pytest
 from hpc_ddp.core.file_io import read_json, write_json
 from hpc_ddp.core.journal.enums import Action, Cause
 from hpc_ddp.core.run_folder import RunFolder
-from hpc_ddp.node.outcome.requeue import next_start
+from hpc_ddp.node.outcome.requeue import excluded_nodes, next_start
 from hpc_ddp.node.outcome.requeue.excluded_nodes import KEPT_OFF_S
 from hpc_ddp.node.outcome.verdict import Verdict
 from unit.fakes import Clock, Slurm
@@ -423,3 +423,28 @@ def test_slurm_is_asked_before_the_requeue_and_changes_the_job_once(
     assert update == ["update", "JobId=7", *settings]
     assert [words[2] for words in others] == settings * is_refused
     assert printed[0] == "kept off: n2"
+
+
+def test_a_cancel_while_slurm_answers_about_nodes_counts(
+    slurm_commands: Slurm,
+    end: Callable[..., int],
+    run: RunFolder,
+    clock: Clock,
+    printed: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The requeue would bring the job back to life."""
+    blame_nodes(run, "n2")
+    shown = slurm_commands.folder / "shown"
+    shown.write_text(SHOWN_JOB.format("RUNNING", 2))
+    slurm_commands.answer_by("scontrol", f"cat {shown}")
+
+    def cancel(*_: str) -> str:
+        clock.now += 4.0
+        shown.write_text(SHOWN_JOB.format("CANCELLED", 2))
+        return ""
+
+    monkeypatch.setattr(excluded_nodes.slurm, "why_refused", cancel)
+    assert end(Verdict(Cause.FAILED, Action.REQUEUE, "")) == 75
+    assert changes_of(slurm_commands) == []
+    assert printed == ["the job is CANCELLED by now: not requeued"]
