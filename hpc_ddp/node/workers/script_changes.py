@@ -7,6 +7,7 @@ import builtins
 import re
 import sys
 from collections.abc import Mapping
+from functools import cache
 
 from hpc_ddp.core.job.variables import OF_A_RANK
 from hpc_ddp.node.workers.module_files import OURS
@@ -40,7 +41,8 @@ ACTING = (
     *("runpy", "setattr", "exec", "eval", "__import__"),
 )
 HARMLESS = {"os"}  # the variables that it changes are seen by `change_of`
-SETTERS_OF_OS = re.compile(r"(sched_)?set\w+|umask|nice")
+# It sets something, or runs a program, such as pip.
+SETTERS_OF_OS = re.compile(r"(sched_)?set\w+|umask|nice|system|popen|(posix_)?spawn\w*|exec\w+")
 # Functions of other modules that change what a later import finds: a start method, a group.
 SETTERS = re.compile(r"(set|init|use|enable|disable|register|install)_?\w*")
 # Python's modules and functions that call nothing of what they get, but for a value.
@@ -48,6 +50,11 @@ OF_TEXT = ("argparse", "pathlib", "json", "re", "math", "datetime", "time", "glo
 VALUES = (
     *("print", "int", "float", "str", "bool", "len", "max", "min", "range"),
     *("getattr", "isinstance"),
+)
+# Names of objects that hold a script's own settings, or its own attributes.
+OWN = (
+    *("self", "cls", "args", "arguments", "opt", "opts", "cfg", "config", "conf", "hparams"),
+    *("params", "model", "net", "network", "optimizer", "criterion"),
 )
 OF_DICT = re.compile(r"\.__(dict|setattr)__\b")  # these functions set attributes
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
@@ -151,48 +158,40 @@ def _may_run_anything(node: ast.AST, modules: Mapping[str, str]) -> bool:
     return not takes_values and any(uses_unread(argument, modules) for argument in arguments)
 
 
-def patches_torch(node: ast.AST, modules: Mapping[str, str]) -> bool:
-    """Return whether a node sets an attribute of torch or of its modules and classes, directly or
-    by ``setattr``, ``vars`` and ``__dict__``, or imports unittest, whose mocks do so; those of
-    ``torch.backends`` are settings. `modules` is as in `may_change_anything`."""
+def may_patch_torch(node: ast.AST, modules: Mapping[str, str]) -> bool:
+    """Return whether a node may set an attribute of torch or of its modules and classes: by a name
+    that an import has bound, by ``vars`` and ``__dict__``, by ``setattr`` of any object but those
+    with names of `OWN`, or, of any but these, under a name that a function or method of torch has.
+    An import of unittest, whose mocks do so, counts as well; settings of ``torch.backends`` do not.
+    `modules` is as in `may_change_anything`."""
     if isinstance(node, (ast.Import, ast.ImportFrom)):
         return any(path.partition(".")[0] == "unittest" for path in bound_names(node).values())
     target: ast.AST | None = None
+    is_suspect = False
     if isinstance(node, (ast.Attribute, ast.Subscript)) and not isinstance(node.ctx, ast.Load):
         target = node.value
+        is_suspect = isinstance(node, ast.Attribute) and node.attr in _functions_of_torch()
     elif isinstance(node, ast.Call) and function_name(node) == "setattr" and node.args:
-        target = node.args[0]
+        target, is_suspect = node.args[0], True
     elif isinstance(node, ast.Call) and OF_DICT.search(ast.unparse(node.func)):
         target = node.func
-    paths = [modules.get(name, "") for name in _base_names(target)] if target else []
+    if target is None or (isinstance(target, ast.Name) and target.id in OWN):
+        return False
+    paths = [modules.get(name, "") for name in _base_names(target)]
     is_of_torch = any(path.partition(".")[0] == "torch" for path in paths)
-    return is_of_torch and "backends" not in " ".join((ast.unparse(target or node), *paths))
+    is_setting = "backends" in " ".join((ast.unparse(target), *paths))
+    return is_suspect or (is_of_torch and not is_setting)
 
 
-def other_names_of_torch(tree: ast.AST, modules: Mapping[str, str]) -> dict[str, str]:
-    """Return the names by which a file may set attributes of torch, besides those that its imports
-    bind, which `modules` has: those that it gives to a module, class or function of torch, and,
-    where it passes one to a function that is not imported, all parameters of its functions."""
-    names: dict[str, str] = {}
-    parameters: list[str] = []
-    passes_torch = False
+@cache
+def _functions_of_torch() -> frozenset[str]:
+    """Return the names of the functions and classes of torch on which its compiler may depend, and
+    of the methods of its modules and optimizers."""
+    import torch
 
-    def is_torch(node: ast.AST) -> bool:
-        path = {**modules, **names}.get(_root(node), "")
-        return path.partition(".")[0] == "torch" and not has_call(node)
-
-    for node in ast.walk(tree):
-        for target, text in _bindings(node):
-            parts = text.elts if isinstance(text, (ast.Tuple, ast.List)) else [text]
-            if any(map(is_torch, parts)):
-                names |= dict.fromkeys(_names_set(target), "torch")
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
-            every = (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)
-            parameters += [argument.arg for argument in every if argument.arg != "self"]
-        if isinstance(node, ast.Call) and _root(node.func) not in modules:
-            passed = [*node.args, *(keyword.value for keyword in node.keywords)]
-            passes_torch |= any(map(is_torch, passed))
-    return {**names, **(dict.fromkeys(parameters, "torch") if passes_torch else {})}
+    places = (torch, torch.nn, torch.nn.functional, torch.nn.init, torch.optim, torch.autograd)
+    owners = (*places, torch.nn.Module, torch.optim.Optimizer)
+    return frozenset(n for owner in owners for n, part in vars(owner).items() if callable(part))
 
 
 def uses_unread(node: ast.AST, modules: Mapping[str, str]) -> bool:
@@ -234,26 +233,21 @@ def bound_names(node: ast.Import | ast.ImportFrom) -> dict[str, str]:
 def aliases_of(node: ast.stmt, modules: Mapping[str, str]) -> dict[str, str]:
     """Return the names that an assignment, a loop or a ``with`` gives to a module or function, or
     to a part of one, with the module of each; `modules` is as in `may_change_anything`."""
+    pairs: list[tuple[ast.AST | None, ast.AST]] = []
+    if isinstance(node, ast.Assign):
+        pairs = [(target, node.value) for target in node.targets]
+    elif isinstance(node, ast.AnnAssign) and node.value:
+        pairs = [(node.target, node.value)]
+    elif isinstance(node, (ast.For, ast.AsyncFor)):
+        pairs = [(node.target, node.iter)]
+    elif isinstance(node, (ast.With, ast.AsyncWith)):
+        pairs = [(entered.optional_vars, entered.context_expr) for entered in node.items]
     aliases: dict[str, str] = {}
-    for target, text in _bindings(node):
+    for target, text in pairs:
         parts = text.elts if isinstance(text, (ast.Tuple, ast.List)) else [text]
         for root in [root for part in parts if (root := _root(part)) in modules]:
             aliases |= dict.fromkeys(_names_set(target), modules[root])
     return aliases
-
-
-def _bindings(node: ast.AST) -> list[tuple[ast.AST | None, ast.AST]]:
-    """Return the targets that an assignment, a loop or a ``with`` binds, each with the expression
-    that it gets, or goes through; [] for any other node."""
-    if isinstance(node, ast.Assign):
-        return [(target, node.value) for target in node.targets]
-    if isinstance(node, (ast.AnnAssign, ast.NamedExpr)) and node.value:
-        return [(node.target, node.value)]
-    if isinstance(node, (ast.For, ast.AsyncFor)):
-        return [(node.target, node.iter)]
-    if isinstance(node, (ast.With, ast.AsyncWith)):
-        return [(entered.optional_vars, entered.context_expr) for entered in node.items]
-    return []
 
 
 def _names_set(target: ast.AST | None) -> list[str]:

@@ -37,10 +37,9 @@ from hpc_ddp.node.workers.script_changes import (
     has_call,
     is_name,
     may_change_anything,
-    other_names_of_torch,
+    may_patch_torch,
     parts_that_call,
     parts_that_run,
-    patches_torch,
     renaming_of,
     setting_of,
     uses_unread,
@@ -259,7 +258,6 @@ def _read(path: Path, is_script: bool) -> _Reading:
         if change := renaming_of(node):
             reading.changes.append((node.lineno, change))  # type: ignore[attr-defined]
     reading.changes += escapes_of(tree)
-    modules = {**other_names_of_torch(tree, modules), **modules}
     called = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and (name := setting_of(node, modules)):
@@ -269,7 +267,7 @@ def _read(path: Path, is_script: bool) -> _Reading:
         is_early |= isinstance(node, ast.Constant) and bool(SETS_CPUS.search(str(node.value)))
         # The compiler puts another function in the place of this one, which can't be pickled.
         is_early |= is_name(node, "manual_seed") and id(node) not in called
-        if is_early or patches_torch(node, modules):  # the compiler notes torch's functions
+        if is_early or may_patch_torch(node, modules):  # the compiler notes torch's functions
             reading.delays_compiler = True
     return reading
 

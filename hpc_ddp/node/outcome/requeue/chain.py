@@ -6,10 +6,10 @@ Whether a job is to run at all is decided here, too: a link finds the end of the
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
 import re
 import shlex
-import time
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -271,12 +271,15 @@ def queue_next_link(
     return link
 
 
-def record_vain_job(run: RunFolder, environ: Mapping[str, str]) -> None:
-    """Record in ``vain-jobs.json`` that the start of this job has come to nothing by no fault of
-    its run, so that the next job, which finds this one ended before an attempt, goes on. Raises
-    OSError if the file can't be read or written, KeyError outside of a job."""
-    jobs = {**read_json(run.vain_jobs), environ["SLURM_JOB_ID"]: time.time()}
+def record_vain_start(run: RunFolder, environ: Mapping[str, str], is_counted: bool) -> int:
+    """Record in ``vain-jobs.json`` that a start of this job has come to nothing by no fault of its
+    run, so that the next job, which finds this one ended before an attempt, goes on. Return how
+    many starts that count have come to nothing since the run's newest attempt, with this one if
+    `is_counted`. Raises OSError if the file can't be read or written, KeyError outside of a job."""
+    jobs, job_id = read_json(run.vain_jobs), environ["SLURM_JOB_ID"]
+    jobs[job_id] = int(jobs.get(job_id, 0)) + is_counted
     _write_link(run, run.vain_jobs, jobs)
+    return sum(map(int, jobs.values()))
 
 
 def queue_link_in_vain(
@@ -285,10 +288,11 @@ def queue_link_in_vain(
     """Queue a job that continues the run of this job, whose start has come to nothing; return the
     new job, noted in ``early-links.json``. None where Slurm refuses it, as `queue_next_link`.
 
-    This job is recorded first (`record_vain_job`): where the disk refuses that, OSError is raised,
-    and nothing is queued, since nothing would bound the number of such jobs.
+    This job has to be recorded (`record_vain_start`): else, as where the disk refuses that, OSError
+    is raised, and nothing is queued, since nothing would bound the number of such jobs.
     """
-    record_vain_job(run, environ)
+    if environ["SLURM_JOB_ID"] not in read_json(run.vain_jobs):
+        raise OSError(errno.EIO, "a start in vain could not be noted", str(run.vain_jobs))
     link = _queue_link(run, environ, give_up)
     if link:
         early = {**read_json(run.early_links), environ["SLURM_JOB_ID"]: str(link)}

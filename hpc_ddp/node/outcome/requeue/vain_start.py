@@ -13,13 +13,12 @@ from dataclasses import replace
 from hpc_ddp.core.attempt_env import INTERACTIVE
 from hpc_ddp.core.console.terminal import answer, say
 from hpc_ddp.core.errors import CAN_GO_ON, HpcDdpError
-from hpc_ddp.core.file_io import read_json
 from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.job.task_folder import run_of_job
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node.outcome.bounds import PAUSES_S
 from hpc_ddp.node.outcome.requeue.attempt_end import noted_restarts
-from hpc_ddp.node.outcome.requeue.chain import command_to_go_on, record_vain_job
+from hpc_ddp.node.outcome.requeue.chain import command_to_go_on, record_vain_start
 from hpc_ddp.node.outcome.requeue.next_start import EndedStart, ask_about_job, go_on
 
 AWAY_S = 900.0  # within which a disk comes back, as after a failover of its server
@@ -75,17 +74,16 @@ def _start_again(environ: dict[str, str], pauses_s: Sequence[float] = (0.0,)) ->
         run = run_of_job(environ)
         _await_disk(run, environ)
         spec = JobSpec.from_json(run.job_json.read_bytes())
-        start, count = _this_start(run, spec, environ)
-        start = replace(start, pause_s=pauses_s[min(max(count, 1), len(pauses_s)) - 1])
+        start = _this_start(run, spec, environ)
         job = ask_about_job(start.job_id, give_up=start.give_up)
         is_preempted = bool(job and job.preempted)
+        count = _count_vain_starts(start, environ, is_preempted)
+        start = replace(start, pause_s=pauses_s[min(max(count, 1), len(pauses_s)) - 1])
         limit = math.inf if spec.max_requeues is None else spec.max_requeues
         is_over_limit = start.restarts >= min(run.most_requeues, limit)
         if is_over_limit or (count > spec.max_failures and not is_preempted):
             say(f"the job was requeued {start.restarts} times, {count} starts came to nothing")
             return _leave_to_the_user(environ)
-        if start.link:
-            record_vain_job(run, environ)  # else the link takes this job for failed
         code = go_on(start, job)
     except (OSError, HpcDdpError) as error:
         say(str(error))
@@ -117,15 +115,29 @@ def _leave_to_the_user(environ: dict[str, str]) -> int:
     return CAN_GO_ON
 
 
-def _this_start(run: RunFolder, spec: JobSpec, environ: dict[str, str]) -> tuple[EndedStart, int]:
-    """Return this start of the job, and how many starts of the run have come to nothing since its
-    newest attempt, this one included if it has begun none. Raises OSError where the run's folder
-    can't be read."""
+def _this_start(run: RunFolder, spec: JobSpec, environ: dict[str, str]) -> EndedStart:
+    """Return this start of the job. Raises OSError where the run's folder can't be read."""
     job_id, attempts, restarts = environ["SLURM_JOB_ID"], run.attempts(), noted_restarts(environ)
-    of_job = [attempt for attempt in attempts if attempt.info.get("job_id") == job_id]
-    last_start = max((attempt.info["restarts"] for attempt in of_job), default=-1)
-    earlier_jobs = [id for id in read_json(run.vain_jobs) if id != job_id]
     newest = attempts[-1] if attempts else None
-    attempt = newest if newest in of_job and last_start == restarts else None
-    start = EndedStart(run, spec, environ, restarts, newest.number if newest else -1, attempt)
-    return start, restarts - last_start + len(earlier_jobs)
+    number = newest.number if newest else -1
+    is_of_start = newest and newest.info.get("job_id") == job_id
+    attempt = newest if is_of_start and newest and newest.info["restarts"] == restarts else None
+    return EndedStart(run, spec, environ, restarts, number, attempt)
+
+
+def _count_vain_starts(start: EndedStart, environ: dict[str, str], is_preempted: bool) -> int:
+    """Record a start that has begun no attempt, and return how many have come to nothing since the
+    run's newest attempt, this one included unless it was preempted; 0 after an attempt. Where the
+    disk has no room for the record, each start of the job since its newest attempt counts, whatever
+    has ended it. Raises OSError where the run's folder can't be read."""
+    if start.attempt:
+        return 0
+    try:
+        return record_vain_start(start.run, environ, not is_preempted)
+    except OSError:
+        numbers = [
+            attempt.info["restarts"]
+            for attempt in start.run.attempts()
+            if attempt.info.get("job_id") == environ["SLURM_JOB_ID"]
+        ]
+        return start.restarts - max(numbers, default=-1)

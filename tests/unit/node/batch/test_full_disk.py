@@ -100,6 +100,7 @@ def test_a_disk_without_room_is_waited_for_in_the_queue(
         info = {"job_id": "7", "nodes": ["n1"], "restarts": restart}
         run.claim_attempt(info, lambda info: False)
     _fill_disk(monkeypatch, run)
+    monkeypatch.setattr(chain, "write_json", raise_disk_full)  # no room for the count either
     answer_scontrol(controller, show_job(restarts=restarts))
     code = _begin(monkeypatch, run, SLURM_RESTART_COUNT=str(restarts))
     changes = [words for words in controller.calls("scontrol") if words[0] != "show"]
@@ -165,7 +166,7 @@ def test_starts_in_vain_are_counted_over_jobs(
     controller: Slurm, run: RunFolder, printed: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _refuse_requeue(controller)
-    write_json(run.vain_jobs, {"4": 0.0, "5": 0.0, "6": 0.0})
+    write_json(run.vain_jobs, {"4": 1, "5": 1, "6": 1})
     for name, value in job_environ(run).items():
         monkeypatch.setenv(name, value)
     assert batch.main(["cut-off"]) == CAN_GO_ON
@@ -186,6 +187,7 @@ def test_preemptions_before_an_attempt_are_not_bounded(
     assert batch.main(["cut-off"]) == 0
     assert ["requeue", "7"] in controller.calls("scontrol")
     assert printed == ["Slurm ends the job before its attempt"]
+    assert read_json(run.vain_jobs) == {"7": 0}
 
 
 def test_no_new_job_is_queued_that_nothing_would_bound(
@@ -357,6 +359,7 @@ def test_set_up_lines_that_have_worked_before_are_run_again(
     """Data were away for 15 s, and `set -e` with a `cp` ended a run that had trained."""
     for _ in range(attempts):
         run.claim_attempt({"job_id": "7", "nodes": ["n1"], "restarts": 0}, lambda info: False)
+    write_json(run.vain_jobs, {"5": 0, "7": restarts - 1})  # job 5 was preempted
     answer_scontrol(controller, show_job(restarts=restarts))
     controller.answer("scontrol", "RequeueExit = (null)")
     code_now = _call(monkeypatch, run, "failed", "3", SLURM_RESTART_COUNT=str(restarts))

@@ -331,6 +331,7 @@ def test_modules_that_are_imported_later_are_read(tmp_path: Path) -> None:
 
 def test_what_the_compiler_depends_on_may_change_later(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
+    (tmp_path / "own.py").write_text("def put(a, name):\n    setattr(a, name, 0)\n")
     harmless = "torch.backends.cudnn.benchmark = True\ndef f(a):\n    a[torch.arange(3)] = 1\n"
     script.write_text(f"import torch\n{harmless}")
     assert not imports_of(script, [tmp_path]).delays_compiler
@@ -347,12 +348,11 @@ def test_what_the_compiler_depends_on_may_change_later(tmp_path: Path) -> None:
             "torch.nn.__dict__.update(a=1)",
         ),
         *("a = torch.nn.functional; a.dropout = A", "for a in (0, torch.nn): a.Linear = A"),
-        *("(a := torch.nn).Linear = A", "put(torch.nn, 'Linear')", "Put(norm=torch.nn.ReLU)"),
+        *("(a := torch.nn).Linear = A", "put(torch.nn, 'Linear')", "self.a.dropout = A"),
+        *("setattr(self.module, name, A)", "for a, name in PATCHES: setattr(a, name, A)"),
     ):
-        text = (
-            f"import os, torch\ndef put(a, name):\n    setattr(a, name, 0)\ndef main():\n    {line}"
-        )
-        script.write_text(f"{text}\n")
+        helper = "from own import put\n" * ("put(" in line)
+        script.write_text(f"import os, torch\n{helper}def main():\n    {line}\n")
         assert imports_of(script, [tmp_path]).delays_compiler == (line != "pass"), line
 
 
