@@ -43,11 +43,11 @@ _RANK_MARK = re.compile(r"^\[rank\d+\]: ?", re.M)
 _NOISE_LINE = re.compile(rf"^.*(?:{NOISE}).*\n?", re.M)
 
 
-def patiently(act: Callable[[], T]) -> T:
+def patiently(act: Callable[[], T], patience_s: float = PATIENCE_S) -> T:
     """Call `act`, which takes no argument, and return what it returns; after an OSError call it
     again, each second. For the few actions that an attempt's end hangs on.
 
-    An OSError that comes more than `PATIENCE_S` after the first one is raised; the first one never
+    An OSError that comes more than `patience_s` after the first one is raised; the first one never
     is: so reading a large file, which may take longer, is tried twice. Any other error is raised at
     once.
     """
@@ -56,7 +56,7 @@ def patiently(act: Callable[[], T]) -> T:
         try:
             return act()
         except OSError:
-            give_up = give_up or time.monotonic() + PATIENCE_S
+            give_up = give_up or time.monotonic() + patience_s
             if time.monotonic() > give_up:
                 raise
             time.sleep(1)

@@ -48,6 +48,7 @@ from hpc_ddp.node.net.comparison import FabricComparison
 from hpc_ddp.node.net.network import check_resolves
 from hpc_ddp.node.net.place import Place
 from hpc_ddp.node.outcome import first_failure, oom
+from hpc_ddp.node.watch import checkpoint_note
 from hpc_ddp.node.watch.agent_watch import AgentWatch
 from hpc_ddp.node.watch.attempt_watch import AttemptWatch
 from hpc_ddp.node.watch.head_failover import take_over_verdict, watch_head
@@ -55,7 +56,6 @@ from hpc_ddp.node.watch.local_notice import LocalNotice
 from hpc_ddp.node.watch.log_offsets import Growth
 from hpc_ddp.node.watch.signals import Signals
 from hpc_ddp.node.workers.staging.removal import leave_tree
-from hpc_ddp.node.workers.worker import note_checkpoint
 
 POLL_EVERY_S = 1.0
 TEARDOWN_S = 4.0  # an aware worker is gone after 2; a process that still runs then hangs
@@ -114,6 +114,7 @@ class Supervisor:
             write_json(self.folder.failures, {"agent": str(error)})
             return self._conclude(127)
         self.watch.links.start()
+        checkpoint_note.watch_checkpoint()
         environ = dict(os.environ)
         head_gone = self.launch.is_elastic and watch_head(self.place, environ)
         while child.poll() is None:
@@ -324,7 +325,7 @@ class Supervisor:
             "failures": failures,
         }
         self._write(partial(write_json, self.folder.record, record))
-        note_checkpoint(waits=False)
+        checkpoint_note.note_now()
         return has_left
 
     def _end_peers(self) -> None:
@@ -338,9 +339,9 @@ class Supervisor:
             wait_for_files(self.launch.peers, PEERS_S)
 
     def _write(self, write_file: Callable[[], object]) -> None:
-        """Call `write_file`, again for a minute where it fails; print an OSError that stays."""
+        """Call `write_file`, again while it fails and the job has time; print the last OSError."""
         try:
-            patiently(write_file)
+            patiently(write_file, (self.end_time or math.inf) - time.time() - 60)
         except OSError as error:  # the verdict will count this supervisor among the silent ones
             say(f"{self.launch.name} can't record how it ended: {error}")
 

@@ -222,12 +222,15 @@ def note_checkpoint(waits: bool = True) -> bool:
     note = os.path.join(folder, RESUMABLE)
     give_up = time.monotonic() + PATIENCE_S
     while True:
-        is_noted = os.path.exists(note)
-        if any(is_noted or _is_newer(file, folder) for file in glob.glob(path)):
+        is_noted, is_away = (
+            os.path.exists(note),
+            waits and not os.path.isdir(os.environ["HPC_DDP_RUN"]),
+        )
+        if not is_away and any(is_noted or _is_newer(file, folder) for file in glob.glob(path)):
             with contextlib.suppress(OSError):
                 open(note, "a").close()
             return True
-        if not (is_noted and waits):
+        if not (is_away or (is_noted and waits)):
             return False
         if time.monotonic() > give_up:
             hint = "submit --run RUN once it is back; --fresh begins anew"

@@ -9,10 +9,12 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from hpc_ddp.core.attempt_env import INTERACTIVE
 from hpc_ddp.core.console.terminal import answer, say
 from hpc_ddp.core.errors import CAN_GO_ON, HpcDdpError
+from hpc_ddp.core.file_io import patiently
 from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.job.task_folder import run_of_job
 from hpc_ddp.core.run_folder import RunFolder
@@ -72,9 +74,10 @@ def _start_again(environ: dict[str, str], pauses_s: Sequence[float] = (0.0,)) ->
         return _leave_to_the_user(environ)
     try:
         run = run_of_job(environ)
-        _await_disk(run, environ)
-        spec = JobSpec.from_json(run.job_json.read_bytes())
-        start = _this_start(run, spec, environ)
+        left_s = float(environ.get("HPC_DDP_END_TIME") or math.inf) - time.time() - 60
+        patience_s = min(AWAY_S, left_s)
+        spec = JobSpec.from_json(patiently(run.job_json.read_bytes, patience_s))
+        start = patiently(partial(_this_start, run, spec, environ), patience_s)
         job = ask_about_job(start.job_id, give_up=start.give_up)
         is_preempted = bool(job and job.preempted)
         count = _count_vain_starts(start, environ, is_preempted)
@@ -91,22 +94,6 @@ def _start_again(environ: dict[str, str], pauses_s: Sequence[float] = (0.0,)) ->
     if code == 0 and not is_preempted:
         say(f"starts that came to nothing: {count} of at most {spec.max_failures}")
     return code
-
-
-def _await_disk(run: RunFolder, environ: dict[str, str]) -> None:
-    """Wait until the run's folder can be read: `AWAY_S` at most, and not into the last minute of
-    the job's time, if that is known. Raise the OSError of the last try."""
-    end = float(environ.get("HPC_DDP_END_TIME") or math.inf)
-    give_up = min(time.time() + AWAY_S, end - 60)
-    while True:
-        try:
-            run.job_json.read_bytes()
-            run.attempts()
-            return
-        except OSError:
-            if time.time() > give_up:
-                raise
-        time.sleep(1)
 
 
 def _leave_to_the_user(environ: dict[str, str]) -> int:

@@ -152,7 +152,7 @@ def test_no_peer_is_awaited_if_a_port_was_taken(attempt: AttemptFolder, clock: C
 def test_an_end_that_can_not_be_recorded_is_reported(
     attempt: AttemptFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def gone(write: Callable[[], object]) -> None:
+    def gone(write: Callable[[], object], patience_s: float) -> None:
         raise OSError("Stale file handle")
 
     watcher = make_supervisor(attempt)

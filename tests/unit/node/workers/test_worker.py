@@ -93,6 +93,7 @@ def test_a_script_has_further_arguments_from_its_second_start_on(
     is_later: bool,
 ) -> None:
     look = "import sys; print(sys.argv[1:])"
+    environ = {**environ, "HPC_DDP_RUN": str(tmp_path)}
     done = start(look=look, HPC_DDP_RESUME_ARGS="--resume 'last one.pt'", **environ)
     assert done.returncode == 0, done.stderr
     printed = (tmp_path / "rank-2.log").read_text().strip()
