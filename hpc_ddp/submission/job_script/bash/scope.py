@@ -77,6 +77,7 @@ class Scope:
     counted: Counted = Counted.PLAIN_PYTHON  # as launches
     has_other_ifs: bool = False  # IFS is not bash's own
     shell_names: Set[str] = frozenset()  # the variables of the shell that will submit
+    earlier: dict[str, Value] = field(default_factory=dict)  # the last known value of each None
     gpu_counts: dict[str, str] = field(default_factory=dict)  # lengths of arrays of GPUs, by name
     versions: Counter[str] = field(default_factory=Counter)
     guesses: set[str] = field(default_factory=set)  # variables that are taken to be unset
@@ -85,7 +86,7 @@ class Scope:
 
     def child(self, arguments: Sequence[Word] | None, arguments_are_set: bool) -> Scope:
         """Return the scope of a child shell with its own `arguments` and `arguments_are_set`, as in
-        the fields. Its assignments change no value here, while `secrets`, `formatted`,
+        the fields. Its assignments change no value here, while `secrets`, `formatted`, `earlier`,
         `gpu_counts`, `guesses` and `defaults` are shared."""
         scope = replace(self, arguments=arguments, arguments_are_set=arguments_are_set)
         scope.values, scope.versions = {**self.values}, Counter(self.versions)
@@ -182,15 +183,14 @@ class Scope:
     def _is_left_open(self, name: str) -> bool:
         """Return whether `leave_open` has put code behind the value of the variable `name`."""
         old = self.values.get(name)
-        if isinstance(old, list):
-            parts = [part for word in old[-1:] for part in word.parts]
-        else:
-            parts = [*old.parts[-1:]] if old else []
+        words = old[-1:] if isinstance(old, list) else [old] if old else []
+        parts = [part for word in words for part in word.parts[-1:]]
         return any(part.text in {f"${{{name}{tail}}}" for tail in TAILS} for part in parts)
 
     def set(self, name: str, assigned: Value) -> None:
         """Set the value of the variable `name` from here on, None if only the job knows it."""
-        self.values[name] = assigned
+        old, self.values[name] = self.values.get(name), assigned
+        self.earlier |= {name: old} if old and assigned is None else {}
         self.versions[name] += 1
         self.gpu_counts.pop(name, None)
 

@@ -14,7 +14,10 @@ from hpc_ddp.submission.job_script.bash.written_texts import path_of
 from hpc_ddp.submission.job_script.conversion import LOST, OURS, ArgumentWriter
 from hpc_ddp.submission.job_script.launchers.launch import Launch
 from hpc_ddp.submission.job_script.launchers.options import Options
-from hpc_ddp.submission.job_script.launchers.workers import take_python_beside
+from hpc_ddp.submission.job_script.launchers.workers import (
+    take_program_of_workers,
+    take_python_beside,
+)
 
 # The variables by which `accelerate launch` passes on its options: accelerate.utils.launch, 1.0.
 _VARIABLE = re.compile(
@@ -76,7 +79,7 @@ def read_accelerate(words: list[Word], launch: Launch, scope: Scope) -> list[Wor
         return []
     launch.kind, launch.weight, launch.options = "accelerate", 4, {}
     take_python_beside(words[0], launch)
-    launch.take_program(launch.take_options(words[1:], ACCELERATE, scope))
+    take_program_of_workers(words[1:], ACCELERATE, launch, scope, "accelerate launch")
     machines, at = launch.options.get("num-machines", (literal("1"), 0))
     if at or "config-file" not in launch.options:
         launch.machines = whole_number(machines, scope)

@@ -10,6 +10,7 @@ from hpc_ddp.submission.job_script.bash.values import Counted
 from hpc_ddp.submission.job_script.bash.words import Word, literal
 from hpc_ddp.submission.job_script.conversion import LOST, OURS
 from hpc_ddp.submission.job_script.launchers.accelerate import read_accelerate
+from hpc_ddp.submission.job_script.launchers.containers import read_container, read_wrapper
 from hpc_ddp.submission.job_script.launchers.launch import Launch
 from hpc_ddp.submission.job_script.launchers.options import (
     IMAGES,
@@ -21,14 +22,12 @@ from hpc_ddp.submission.job_script.launchers.options import (
 from hpc_ddp.submission.job_script.launchers.tasks import (
     convert_ssh,
     may_train,
-    read_container,
     read_env,
     read_horovodrun,
     read_mpirun,
     read_scl,
     read_shell,
     read_srun,
-    read_wrapper,
     take_command,
 )
 from hpc_ddp.submission.job_script.launchers.workers import read_torchrun
@@ -85,8 +84,10 @@ def read_launch(
         elif handler := read_python if _is_python(remaining, launch) else _find_handler(name):
             remaining = handler(remaining, launch, scope)
         elif _is_container_tool(remaining):
-            remaining = read_container(remaining, launch, scope)
-            del launch.settings["container-tool"]  # a variable: hpc-ddp takes the tool it finds
+            tool, remaining = remaining[0], read_container(remaining, launch, scope)
+            del launch.settings["container-tool"]  # a variable: hpc-ddp takes its default
+            text = "only the job knows the tool: container-tool = …, if it is not apptainer"
+            launch.mark(tool.line, "", f"{tool.text}: {text}")
         else:
             # In a task of another command only what has a program's form is one.
             is_path = re.fullmatch(r"\.{0,2}/\S+|\S+\.sh|bash", remaining[0].text)

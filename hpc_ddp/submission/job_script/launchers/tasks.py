@@ -1,4 +1,4 @@
-"""The launchers of tasks and of containers, each of which starts the next one.
+"""The launchers of tasks, each of which starts the next one.
 
 The functions are as in `workers`.
 """
@@ -16,6 +16,11 @@ from hpc_ddp.submission.job_script.bash.words import Part, Word, join_words, lit
 from hpc_ddp.submission.job_script.conversion import LOST, NO_COMPONENTS, OURS
 from hpc_ddp.submission.job_script.launchers.launch import Launch
 from hpc_ddp.submission.job_script.launchers.options import FLAGS, Options, is_launcher, option_name
+from hpc_ddp.submission.job_script.launchers.unknown_words import (
+    Kind,
+    kind_before_command,
+    skip_unknown_options,
+)
 
 _SRUN_USES = {
     "container-image": "=image",
@@ -58,27 +63,6 @@ _HOROVODRUN_USES = {
 }
 
 _HOROVODRUN = Options(_HOROVODRUN_USES, re.compile("gloo|mpi|verbose|disable-cache"))
-
-# Apptainer's options without a value; all others have one.
-_IMAGE_FLAGS = re.compile(
-    r"nv|nvccli|rocm|intel-hpu|cleanenv|compat|contain|containall|writable(-tmpfs)?|fakeroot|userns"
-    r"|ipc|pid|uts|net|oci|rm|allow-setuid|disable-cache|docker-login|keep-privs|oom-kill-disable"
-    r"|(no-)?tmp-sandbox|underlay|unsquash|sharens|no-(eval|home|https|init|pid|privs|umask|nv|rocm)"
-)
-
-_IMAGE_LETTERS = {"c": "contain", "C": "containall", "e": "cleanenv", "f": "fakeroot", "i": "ipc",
-                  "p": "pid", "u": "userns", "w": "writable"}  # fmt: skip
-
-_IMAGE_USES = {"env": "env", ".*": "&container-options"}
-
-_IMAGE = Options(_IMAGE_USES, _IMAGE_FLAGS, _IMAGE_LETTERS)
-
-_SHIFTER_LETTERS = {"i": "image", "V": "volume", "e": "env", "E": "clearenv", "w": "workdir",
-                    "m": "module", "v": "verbose"}  # fmt: skip
-
-_SHIFTER_USES = {"image": "=image", ".*": "+container-options"}
-
-_SHIFTER = Options(_SHIFTER_USES, re.compile("gpu|clearenv|verbose|entrypoint"), _SHIFTER_LETTERS)
 
 _ENV_LETTERS = {"u": "unset", "C": "chdir", "S": "split-string", "i": "ignore-environment",
                 "a": "argv0", "0": "null", "v": "debug"}  # fmt: skip
@@ -146,10 +130,10 @@ def read_srun(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
     words = launch.take_first_component(words)
     remaining = launch.take_options(words, _SRUN, scope)
     # A word that the shell splits may be options, if options or a launcher follow.
-    while (
-        len(remaining) > 1 and remaining[0].parts[0].splits and not is_launcher(remaining[0].text)
-    ):
-        if remaining[1].text[:1] != "-" and not is_launcher(remaining[1].text):
+    while len(remaining) > 1 and not is_launcher(remaining[0].text):
+        is_before_command = remaining[1].text[:1] == "-" or is_launcher(remaining[1].text)
+        is_split = remaining[0].parts[0].splits and is_before_command
+        if not is_split and kind_before_command(remaining, scope) != Kind.OPTIONS:
             break  # it is the program
         unknown = remaining[0]
         is_set = {*unknown.names} & scope.values.keys() or scope.is_open
@@ -193,7 +177,11 @@ def read_mpirun(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
             word = join_words(options[-2], " ", options[-1], " ", word)
             del options[-2:]
         options.append(word)
-    return launch.take_options(options, _MPIRUN, scope)
+    remaining = launch.take_options(options, _MPIRUN, scope)
+    names = launch.step, f"{launch.step} = […]"
+    return skip_unknown_options(
+        options, remaining, _MPIRUN, launch, scope, kind_before_command, names
+    )[0]
 
 
 def read_horovodrun(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
@@ -201,7 +189,11 @@ def read_horovodrun(words: list[Word], launch: Launch, scope: Scope) -> list[Wor
     its place; return the words behind them."""
     launch.step = "mpirun"
     launch.mark(words[0].line, "", "horovodrun: mpirun starts the tasks in its place")
-    return launch.take_options(words, _HOROVODRUN, scope)
+    remaining = launch.take_options(words, _HOROVODRUN, scope)
+    names = "horovodrun", "mpirun = […]"
+    return skip_unknown_options(
+        words, remaining, _HOROVODRUN, launch, scope, kind_before_command, names
+    )[0]
 
 
 LOGIN = (  # what a login shell reads: bash(1), INVOCATION
@@ -279,52 +271,6 @@ def read_shell(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
     elif launch.step or (scope.counted == Counted.COMMANDS and may_train(words)):
         take_command(words, launch)
     return []
-
-
-def read_container(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
-    """Read options and image of Shifter, Singularity or Apptainer into the settings ``image``,
-    ``container-options`` and ``container-tool`` of `launch`. Return the words behind the image, []
-    where the tool starts no program (``shell``, ``pull``)."""
-    tool = words[0].text.rsplit("/", 1)[-1]
-    if tool != "shifter":
-        return _read_singularity(tool, words, launch, scope)
-    remaining = launch.take_options(words, _SHIFTER, scope)
-    launch.settings["container-tool"] = [literal(tool, words[0].line)]
-    return remaining
-
-
-def _read_singularity(tool: str, words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
-    """Read Singularity or Apptainer, the `tool`, as `read_container` does.
-
-    ``run`` in front of a launcher keeps the image's runscript (container-tool ``TOOL-run``); in
-    front of another program it is read as ``exec``, and the line is lost. Options before the verb
-    are left out with a note.
-    """
-    verbs = ("exec", "run", "shell")
-    at = next((i for i, word in enumerate(words) if i and word.text in verbs), 0)
-    if not at or words[at].text == "shell":  # 0: no such verb
-        return []
-    for word in words[1:at]:
-        launch.mark(word.line, "", f"{tool} {word.text} is left out: container = …")
-    remaining = launch.take_options(words[at:], _IMAGE, scope)
-    launch.settings["image"] = [remaining.pop(0)] if remaining else []
-    if words[at].text == "run" and remaining and is_launcher(remaining[0].text):
-        tool = f"{tool}-run"
-    elif words[at].text == "run":
-        text = f"{tool} run: what the image's runscript does is left out: it is exec here"
-        launch.mark(words[0].line, LOST, text)
-    launch.settings["container-tool"] = [literal(tool, words[0].line)]
-    return remaining
-
-
-def read_wrapper(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
-    """Read a site's command that enters a container, as CSC's ``singularity_wrapper exec``: its
-    words up to ``exec``, or all without one, become the setting ``container`` of `launch`. Return
-    the words behind ``exec``."""
-    at = next((i for i, word in enumerate(words) if word.text == "exec"), len(words))
-    pieces = [piece for word in words[: at + 1] for piece in (" ", word)]
-    launch.settings["container"] = [join_words(*pieces[1:])]
-    return words[at + 1 :]
 
 
 def read_scl(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:

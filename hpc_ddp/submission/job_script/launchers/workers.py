@@ -15,6 +15,11 @@ from hpc_ddp.submission.job_script.bash.words import Part, Word, literal
 from hpc_ddp.submission.job_script.conversion import LOST
 from hpc_ddp.submission.job_script.launchers.launch import Launch
 from hpc_ddp.submission.job_script.launchers.options import LAUNCHERS, Options
+from hpc_ddp.submission.job_script.launchers.unknown_words import (
+    Kind,
+    kind_before_program,
+    skip_unknown_options,
+)
 
 # The options of torchrun, and their uses (see `Launch.take_options`).
 _TORCHRUN = {
@@ -59,6 +64,25 @@ def take_python_beside(launcher: Word, launch: Launch) -> None:
         launch.mark(launcher.line, "", f"python: the one beside {name}, {python.text}")
 
 
+def take_program_of_workers(
+    words: list[Word], rules: Options, launch: Launch, scope: Scope, launcher: str
+) -> None:
+    """Set the program of `launch`, and its arguments, to those behind the options of a `launcher`
+    of workers, whose `words` are read by `rules`. Options that only the job knows are lost. So is a
+    word that may be either: then there is no program."""
+    behind = launch.take_options(words, rules, scope)
+    is_torchrun = launcher in ("torchrun", "run", "launch")
+    key = "torchrun = […]" if is_torchrun else f"see {launcher}'s own page"
+    behind, kind = skip_unknown_options(
+        words, behind, rules, launch, scope, kind_before_program, (launcher, key)
+    )  # fmt: skip
+    if kind == Kind.UNKNOWN:
+        text = f"{launcher} {behind[0].text}: only the job knows whether it is the program"
+        launch.mark(behind[0].line, LOST, f"{text}: script = …, args = […]")
+    else:
+        launch.take_program(behind)
+
+
 def read_torchrun(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
     """Read torchrun, ``torch.distributed.launch``, composer or deepspeed, whose options are alike,
     with the program behind; return no words. Options of composer and deepspeed without a key of
@@ -70,7 +94,7 @@ def read_torchrun(words: list[Word], launch: Launch, scope: Scope) -> list[Word]
     uses = _TORCHRUN | ({".*": "lost"} if name in ("composer", "deepspeed") else {})
     if name not in ("torchrun", "run", "launch", *LAUNCHERS):
         launch.mark(line, "", f"{name} is taken to be torchrun")
-    launch.take_program(launch.take_options(words, Options(uses, _TORCHRUN_FLAGS), scope))
+    take_program_of_workers(words, Options(uses, _TORCHRUN_FLAGS), launch, scope, name)
     _take_nodes(name, launch, scope)
     _take_workers(name, launch, scope)
     if name == "composer":

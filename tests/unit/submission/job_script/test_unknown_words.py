@@ -1,0 +1,97 @@
+"""Words of a launcher that only the job knows: options, images and programs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpc_ddp.submission.job_script.conversion import LOST, Conversion
+from hpc_ddp.submission.job_script.convert import convert
+
+HERE = Path("/home/me/project")
+ARRAY = "B=(-B /a)", "if [ -d /p ]; then B+=(-B /p); fi"
+TEXT = 'B="-B /a"', '[ -d /p ] && B="$B -B /p"'
+EXEC = "srun singularity exec --nv"
+PYTHON = "python train.py --lr 1"
+IN_IMAGE = {"image": "/i.sif", "script": "train.py", "args": ["--lr", "1"], "expand": None}
+PLAIN = {"script": "train.py", "args": ["--lr", "1"], "no-python": None}
+
+
+def of_text(*lines: str) -> Conversion:
+    """Return the conversion of a script whose second line is the first of `lines`."""
+    return convert("\n".join(("#!/bin/bash", *lines)) + "\n", HERE, HERE, name="job.sh")
+
+
+def losses(result: Conversion) -> str:
+    """Return the reasons of all lines for what is not taken over."""
+    return "; ".join(filter(None, (result.reasons(line, LOST) for line in result.marks)))
+
+
+@pytest.mark.parametrize(
+    ("lines", "settings", "reason"),
+    [
+        # Options of a container's tool.
+        ((*ARRAY, f'{EXEC} "${{B[@]}}" /i.sif {PYTHON}'), IN_IMAGE, "singularity exec ${B[@]}:"),
+        ((*ARRAY, f'{EXEC} "${{B[@]}}" --pwd /w $IMG {PYTHON}'), {"image": "$IMG"}, "${B[@]}:"),
+        ((*TEXT, f"{EXEC} $B /i.sif {PYTHON}"), IN_IMAGE, "singularity exec $B:"),
+        ((*TEXT, f"{EXEC} $B docker://a/b {PYTHON}"), {"image": "docker://a/b"}, "exec $B:"),
+        (("O=$(cat o)", f"{EXEC} $O --pwd /w /i.sif {PYTHON}"), {"image": "/i.sif"}, "exec $O:"),
+        (("O=$(cat o)", f"{EXEC} $O /images/a {PYTHON}"), {"image": None}, "whether it is the im"),
+        (('E=""', 'if [ -d /p ]; then E="-B /p"; fi', f"{EXEC} $E /i.sif {PYTHON}"), IN_IMAGE,
+         "exec $E:"),
+        (('if [ -d /p ]; then E="-B /p"; else E=""; fi', f'C="{EXEC} $E /i.sif"', f"$C {PYTHON}"),
+         IN_IMAGE, "exec $E:"),
+        (("A=(--nv)", "[ -d /p ] && A+=(/p.sif)", f'srun singularity exec "${{A[@]}}" {PYTHON}'),
+         {"image": None, "script": "train.py"}, "no image before python"),
+        # Options of a launcher of workers.
+        ((*ARRAY, 'torchrun "${B[@]}" train.py --lr 1'), PLAIN, "torchrun ${B[@]}: only the job"),
+        ((*TEXT, "torchrun $B train.py --lr 1"), PLAIN, "torchrun $B: only the job knows it"),
+        ((*ARRAY, 'accelerate launch "${B[@]}" train.py --lr 1'), PLAIN, "accelerate launch ${B"),
+        ((*ARRAY, 'deepspeed "${B[@]}" train.py --lr 1'), {"script": "train.py"}, "deepspeed ${B"),
+        (("A=()", 'while read x; do A+=("$x"); done', 'torchrun "${A[@]}"'), {"script": None},
+         "it may start a training"),
+        (("torchrun ${X:+--tee 3} train.py --lr 1",), PLAIN, "torchrun ${X:+--tee 3}:"),
+        # Options of what starts the tasks.
+        ((*ARRAY, 'srun "${B[@]}" ./run.sh a'), {"script": "./run.sh"}, "srun ${B[@]}:"),
+        ((*ARRAY, f'srun "${{B[@]}}" singularity exec /i.sif {PYTHON}'), IN_IMAGE, "srun ${B"),
+        ((*ARRAY, 'mpirun -np 2 "${B[@]}" ./run.sh a'), {"script": "./run.sh"}, "mpirun ${B[@]}:"),
+        (("A=$(cat a)", f"horovodrun -np 2 $A {PYTHON}"), PLAIN, "horovodrun $A:"),
+    ],
+)  # fmt: skip
+def test_options_are_no_image_and_no_program(
+    lines: tuple[str, ...], settings: dict[str, Any], reason: str
+) -> None:
+    result = of_text("#SBATCH -N 1 --gpus-per-node=2", *lines)
+    assert {key: result.settings().get(key) for key in settings} == settings
+    assert reason in losses(result)
+
+
+@pytest.mark.parametrize(
+    ("lines", "settings"),
+    [
+        (("IMG=$(ls -t /i/*.sif | head -1)", f"{EXEC} $IMG {PYTHON}"), {"image": "$IMG"}),
+        (("IMG=/a.sif", "[ -d /p ] && IMG=/b.sif", f"{EXEC} $IMG ./run.sh"), {"image": "$IMG"}),
+        (("I=/a", "[ -d /p ] && I=/b", f"{EXEC} $I my-tool"), {"image": "$I", "script": "my-tool"}),
+        ((f'{EXEC} --bind "$(cat b)" /i.sif {PYTHON}',), {"image": "/i.sif"}),
+        ((f"{EXEC} /python-3.sif {PYTHON}",), {"image": "/python-3.sif", "script": "train.py"}),
+        (("P=$(ls *.py)", "torchrun $P --lr 1"), {"args": ["${ARGUMENTS_1[@]}", "--lr", "1"]}),
+        (("SCRIPT=$(find_it)", "torchrun $SCRIPT conf.py"), {"script": "python"}),
+        (("C=(train.py --a 1)", "[ -d x ] && C+=(--resume)", 'torchrun "${C[@]}"'),
+         {"script": "python", "args": ["${ARGUMENTS_1[@]}"]}),
+    ],
+)  # fmt: skip
+def test_an_image_or_a_program_of_the_job_stays(
+    lines: tuple[str, ...], settings: dict[str, Any]
+) -> None:
+    result = of_text("#SBATCH -N 1 --gpus-per-node=2", *lines)
+    assert {key: result.settings().get(key) for key in settings} == settings
+    assert not losses(result)
+
+
+def test_a_note_names_a_tool_that_only_the_job_knows() -> None:
+    line = f'srun "$C" exec --nv /i.sif {PYTHON}'
+    result = of_text("if [ -e /a ]; then C=apptainer; else C=singularity; fi", line)
+    assert "container-tool" not in result.settings()
+    assert any("container-tool = …" in text for _, text in result.notes)
