@@ -337,6 +337,7 @@ def convert(
         )
     for sentence in sentences_on(job.doubts):
         result.note(job.line, sentence)
+    reader.restore_definitions()
     launch, at = choose_launch(reader, result)
     at = _join_child_shells(reader, at) if launch else at
     _mark_exported(reader.statements, environ.keys())

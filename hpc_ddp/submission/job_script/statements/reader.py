@@ -12,7 +12,13 @@ from hpc_ddp.submission.job_script.bash.comments import is_comment
 from hpc_ddp.submission.job_script.bash.syntax import Node, commands_of, source
 from hpc_ddp.submission.job_script.bash.values import doubts_in
 from hpc_ddp.submission.job_script.bash.words import Part, Word
-from hpc_ddp.submission.job_script.conversion import DECIDED, OURS, VERDICT, first_reason
+from hpc_ddp.submission.job_script.conversion import (
+    DECIDED,
+    ON_EXIT,
+    OURS,
+    VERDICT,
+    first_reason,
+)
 from hpc_ddp.submission.job_script.launchers.launch import Launch
 from hpc_ddp.submission.job_script.statements.branch_reading import CHOOSES, BranchReading
 from hpc_ddp.submission.job_script.statements.loaded_texts import sentences_on
@@ -307,6 +313,14 @@ class Reader(BranchReading):
             if is_plain and is_single and not re.match(_PRINTS_ONLY, statement.text):
                 statement.text += " || exit"
 
+    def restore_definitions(self) -> None:
+        """Put the definition of each function that is read where it is called back before the first
+        statement that calls it and is no launch: ``run`` of ``run module load a``."""
+        for definition in self.called:
+            calls = (i for i, s in enumerate(self.statements) if _calls(s, definition.defines))
+            if (index := next(calls, None)) is not None:
+                self.statements.insert(index, definition)
+
     def _find_reporting_functions(self) -> set[str]:
         """Return the names of functions that only print or end the script."""
         bodies = ((name, syntax.body_of(node)) for name, (node, _, _) in self._functions.items())
@@ -324,6 +338,7 @@ class Reader(BranchReading):
         removed = [s for s in self.statements if s is statement or re.fullmatch(exports, s.text)]
         for line in (s.lines[0] for s in removed):
             self.resolved.setdefault(line, (OURS, f"{name} is read where it is called"))
+        self.called += [s for s in removed if s is statement]
         removed_ids = set(map(id, removed))
         self.statements = [s for s in self.statements if id(s) not in removed_ids]
         self.scope.arguments, self.scope.arguments_are_set = words, False
@@ -378,3 +393,11 @@ class Reader(BranchReading):
         before, self._place = self._place, replace(self._place, in_loop=True)
         self._read_node(node.child_by_field_name("body"))
         self._place = before
+
+
+def _calls(statement: Statement, name: str) -> bool:
+    """Return whether a statement calls the function `name`, and is no launch, no assignment, and no
+    trap but for the script's end."""
+    is_notice = statement.first == "trap" and not ON_EXIT.match(statement.text)
+    is_line = not (statement.launch or statement.name or statement.lost or is_notice)
+    return is_line and name in statement.names

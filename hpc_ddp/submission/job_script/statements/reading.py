@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -28,6 +29,7 @@ from hpc_ddp.submission.job_script.statements.statement import (
 )
 
 OF_ARGUMENTS = "it uses the job script's own arguments"
+_OF_SHELL = ("", "set", "shift", "getopts", "eval", "trap", "return", "exit")
 
 
 class Reading(ABC):
@@ -68,6 +70,7 @@ class Reading(ABC):
         self.files: dict[str, str] = {}
         self.notes: list[tuple[int, str]] = []
         self._functions: dict[str, tuple[Node, Statement, Place]] = {}
+        self.called: list[Statement] = []  # definitions of functions that are read where called
         self._place = Place()
         self._exports_all = False  # by `set -a`
         self._move_count = 0  # of the assignments to PWD when `files` was changed
@@ -120,7 +123,7 @@ class Reading(ABC):
             self._note_files(statement, node)
             self._forget_changes(statement, node)
         if not (statement.launch or statement.defines or self.scope.arguments_are_set):
-            self._settle_arguments(statement)
+            self._settle_arguments(statement, node)
         self.statements.append(statement)
         return statement
 
@@ -207,15 +210,22 @@ class Reading(ABC):
             before = [s for s in self.statements if s.name == name and not s.in_task]
             self.open_commands[name] = before
 
-    def _settle_arguments(self, statement: Statement) -> None:
+    def _settle_arguments(self, statement: Statement, node: Node) -> None:
         """Set `lost` of a statement that uses the arguments of the script or of a function. An
-        assignment that does so where they are known gets their values into its text."""
-        if not syntax.uses_arguments(statement.text, are_none=self.scope.lacks_arguments):
+        assignment, or a simple command (`node`), that does so where they are known gets their
+        values into its text."""
+        are_none = self.scope.lacks_arguments and self.scope.arguments is None
+        if not syntax.uses_arguments(statement.text, are_none):
             return
+        is_command = node.type == "command" and statement.text == source(node).strip()
         if self.scope.arguments is None:
             statement.lost = statement.lost or OF_ARGUMENTS
         elif statement.name and isinstance(statement.assigned, Word):
             statement.text = f"{statement.name}={statement.assigned.as_bash()}"
+        elif is_command and statement.first not in _OF_SHELL and _has_words_alone(node):
+            words = statement.words
+            texts = (shlex.quote(w.script) if w.is_static else w.as_bash() for w in words)
+            statement.text = " ".join(texts)
         else:
             statement.lost = statement.lost or "it uses the arguments of its function"
 
@@ -238,3 +248,9 @@ class Reading(ABC):
                 statement.lines = (statement.lines[0],) * 2
                 parts[index], self._place = Part(f"${{{name}}}", is_code=True), place
         return Word(tuple(parts))
+
+
+def _has_words_alone(node: Node) -> bool:
+    """Return whether a simple command has no assignments or redirections among its words."""
+    kinds = {child.type for child in node.named_children}
+    return not any(kind.endswith(("_assignment", "_redirect")) for kind in kinds)

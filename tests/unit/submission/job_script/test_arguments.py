@@ -86,3 +86,41 @@ def test_a_default_of_an_argument_asks_for_it() -> None:
     conversion = of_text("srun python t.py ${1:-x}")
     assert conversion.settings()["args"] == ["x"]
     assert any("import job.sbatch -- ARG" in text for _, text in conversion.notes)
+
+
+@pytest.mark.parametrize(
+    ("lines", "setup"),
+    [
+        # The function stays for the other calls of it.
+        (
+            ('run() { echo "+ $*"; "$@" || exit 1; }', "run module load a", "run srun python t.py"),
+            ['run() { echo "+ $*"; "$@" || exit 1; }', "run module load a",
+             "echo '+ srun python t.py'"],
+        ),
+        (
+            ('run() { "$@"; }', "init() { run mkdir a; }", "init", "run srun python t.py"),
+            ['run() { "$@"; }', "init() { run mkdir a; }", "init"],
+        ),
+        (('run() { "$@"; }', "run srun python t.py", "run cp a b"), None),
+        # The words that the function gets, in the lines that it runs.
+        (('go() { echo "$@"; time $@; }', "go srun python t.py"), ["echo srun python t.py"]),
+        (('go() { mkdir -p "o/$1"; srun python t.py $1; }', "go 'a b'"), ["mkdir -p 'o/a b'"]),
+        (('go() { mkdir -p "o/$1"; srun python t.py; }', 'read A < f', 'go "$A"'),
+         ["read A < f", 'mkdir -p o/"${A}"']),
+    ],
+)  # fmt: skip
+def test_a_function_that_runs_its_arguments(
+    lines: tuple[str, ...], setup: list[str] | None
+) -> None:
+    text = "\n".join(("#!/bin/bash", *lines)) + "\n"
+    result = convert(text, Path("/w"), Path("/w"))
+    assert result.settings().get("setup") == setup
+    assert result.settings()["script"] == "t.py"
+    if setup is None:  # for clean-up lines, too
+        assert result.settings()["teardown"] == ['run() { "$@"; }', "run cp a b"]
+
+
+def test_a_print_of_arguments_into_another_command_is_named() -> None:
+    lines = 'go() { echo "$@" | tee a; srun python t.py; }', "go b"
+    result = convert("\n".join(("#!/bin/bash", *lines)) + "\n", Path("/w"), Path("/w"))
+    assert "it uses the arguments of its function" in result.reasons(2, LOST)
