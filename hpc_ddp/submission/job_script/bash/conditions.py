@@ -37,6 +37,13 @@ _TEST = re.compile(r"\[\[?(|\s.*?)\s+(==?|!=|-\w+)\s+(.*?)\s+\]\]?", re.S)
 _NEGATED = re.compile(r"(?P<start>\[\[?)\s+!\s+(?P<operator>-[nz])(?P<end>\s.*)", re.S)
 _ASKS_ARGUMENT = re.compile(r"\[\[?\s+(!\s+)?-([nz])\s+\"?\$\{?\d(?::?-)?\}?\"?\s+\]\]?")
 _ASKS_UNSET = re.compile(r"\[\[?\s+-z\s+\"?\$\{?([A-Za-z_]\w*)(?::?-)?\}?\"?\s+\]\]?")
+# Variables that Slurm sets in each job, or in each of an array; then those of a job with GPUs.
+_OF_EACH_JOB = re.compile(
+    r"SLURM_(JOB_?ID|JOB_(NAME|NODELIST|NUM_NODES|PARTITION|CPUS_PER_NODE|UID|USER)|NNODES|NODELIST"
+    r"|NODEID|PROCID|LOCALID|SUBMIT_(DIR|HOST)|TASKS_PER_NODE|CPUS_ON_NODE|CLUSTER_NAME|TASK_PID"
+    r"|GTIDS|ARRAY_\w+)"
+)
+_OF_GPUS = ("CUDA_VISIBLE_DEVICES", "SLURM_GPUS_ON_NODE", "SLURM_JOB_GPUS")
 
 
 def truth_of(node: Node, scope: Scope, is_guessed: bool) -> bool | None:
@@ -50,7 +57,22 @@ def truth_of(node: Node, scope: Scope, is_guessed: bool) -> bool | None:
         truths = [truth_of(side, scope, is_guessed) for side in sides]
         decides = node.children[1].type == "||"  # the truth of one side that decides
         return decides if decides in truths else None if None in truths else not decides
-    text = _ARITHMETIC.sub(_test_of_comparison, source(node).strip())
+    return _truth_of_text(source(node).strip(), scope, is_guessed)
+
+
+def _truth_of_text(text: str, scope: Scope, is_guessed: bool) -> bool | None:
+    """Return whether the one test in `text` holds, as `truth_of` does; in ``[[ … ]]`` it may have
+    several parts, all with ``&&`` or all with ``||`` between, in which no variable is guessed."""
+    code = re.sub(r"'[^']*'|\"[^\"]*\"", "", text)
+    signs = re.findall(r"&&|\|\||[()]", code)
+    inner = re.fullmatch(r"\[\[\s(.*)\s\]\]", text, re.S)
+    if inner and {*signs} in ({"&&"}, {"||"}) and text.count(signs[0]) == len(signs):
+        pieces = inner[1].split(signs[0])
+        truths = [_truth_of_text(f"[[ {piece.strip()} ]]", scope, False) for piece in pieces]
+        decides = signs[0] == "||"
+        return decides if decides in truths else None if None in truths else not decides
+    text = _ARITHMETIC.sub(_test_of_comparison, text)
+    text = re.sub(r"^\[\[\s+(!\s+)?-v\s+(\w+)\s+\]\]$", _test_of_name, text)
     text = re.sub(r"^test\s+(?=\S)(.*)$", r"[ \1 ]", text, flags=re.S)
     if negated := _NEGATED.fullmatch(text):  # [ ! -z "$A" ]
         text = f"{negated['start']} {'-z' if negated['operator'] == '-n' else '-n'}{negated['end']}"
@@ -68,6 +90,13 @@ def truth_of(node: Node, scope: Scope, is_guessed: bool) -> bool | None:
         is_empty = _is_empty(words, scope, is_guessed)
         return None if is_empty is None else is_empty == (operator_text == "-z")
     return _compare(words, operator_text, scope)
+
+
+def _test_of_name(match: re.Match[str]) -> str:
+    """Return the test ``[ -n "$NAME" ]`` for ``[[ -v NAME ]]`` of one of Slurm's variables, which
+    are not empty where they are set; for that of another variable the test itself."""
+    sign = "-z" if match[1] else "-n"
+    return f'[ {sign} "${match[2]}" ]' if match[2].startswith("SLURM_") else match[0]
 
 
 def _fill_in_text(word: Word, scope: Scope) -> Word:
@@ -106,21 +135,28 @@ def _is_empty(words: list[Word], scope: Scope, is_guessed: bool) -> bool | None:
     """Return whether the operand of ``-z`` or ``-n`` is empty: `words` has one word, or none where
     nothing is left of it. None where only the job knows.
 
-    Slurm's variables are not empty, unless they are in ``scope.not_set``; nor is
-    CUDA_VISIBLE_DEVICES in a job with GPUs, if the script does not set it. A variable that neither
-    the script, a file that it sources nor the submitting shell sets is taken to be empty with
-    `is_guessed`, and is then added to ``scope.guesses``; without it, if it is there already.
+    Slurm's variables that each job has, or that follow from its options, are not empty, and those
+    of ``scope.not_set`` are. CUDA_VISIBLE_DEVICES and the like are not empty in a job with GPUs,
+    where the script does not set them. Only the job knows others of Slurm's: SLURM_RESTART_COUNT,
+    which its first start lacks, and SLURM_MEM_PER_NODE. A variable that neither the script, a file
+    that it sources nor the submitting shell sets is taken to be empty with `is_guessed`, and is
+    then added to ``scope.guesses``; without it, if it is there already.
     """
     if any(part.text for word in words for part in word.parts if not part.is_code):
         return False  # as "x$FOO"
     names = [name for word in words for name in word.names]
     of_slurm = {name for name in names if name.startswith("SLURM_")}
-    if scope.numbers.get("SLURM_GPUS_ON_NODE"):
-        of_slurm |= {"CUDA_VISIBLE_DEVICES"} & {*names} - scope.values.keys()
+    has_gpus = scope.numbers.get("SLURM_GPUS_ON_NODE")
+    of_gpus = {*_OF_GPUS} & {*names} - scope.values.keys() if has_gpus else set()
     if any(n.startswith("SLURM_ARRAY_") for n in of_slurm) and "SLURM_ARRAY" in scope.not_set:
         return None  # the command line may have --array
-    if of_slurm:
-        return bool(of_slurm & scope.not_set)
+    if of_slurm & scope.not_set:
+        return True
+    if of_slurm or of_gpus:
+        is_set = all(
+            name in of_gpus or name in scope.texts or _OF_EACH_JOB.fullmatch(name) for name in names
+        )
+        return False if is_set else None
     if any(scope.is_open or name in scope.values or name in scope.shell_names for name in names):
         return None
     if not is_guessed and not scope.guesses.issuperset(names):

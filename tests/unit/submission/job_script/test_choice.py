@@ -202,3 +202,28 @@ def test_branches_that_write_other_configurations_are_not_merged(tmp_path: Path)
     branches = (f"  echo 'num_processes: {n}' > a.yaml\n  {run} --n {n}" for n in (2, 4))
     text = "if nvidia-smi | grep -q A100; then\n{}\nelse\n{}\nfi\n".format(*branches)
     assert of_text(tmp_path, text).group(3)[0] == LOST
+@pytest.mark.parametrize(
+    ("test", "args"),
+    [
+        # Only the job knows whether Slurm sets these.
+        ('[ -n "$SLURM_RESTART_COUNT" ]', ["${ARGUMENTS_1[@]}"]),
+        ('[ -n "$SLURM_MEM_PER_NODE" ]', ["${ARGUMENTS_1[@]}"]),
+        ("[[ -v SLURM_RESTART_COUNT ]]", ["${ARGUMENTS_1[@]}"]),
+        ('[[ -n "$SLURM_JOB_ID" && -e x ]]', ["${ARGUMENTS_1[@]}"]),
+        # These it sets, or does not, by the options.
+        ('[ -n "$SLURM_JOB_ID" ]', ["--yes"]),
+        ('[ -n "$SLURM_JOB_GPUS" ]', ["--yes"]),
+        ('[ -n "$SLURM_CPUS_PER_TASK" ]', ["--yes"]),
+        ('[ -n "$SLURM_NTASKS" ]', ["--no"]),
+        ("[[ -v SLURM_JOB_NUM_NODES ]]", ["--yes"]),
+        ("[[ ! -v SLURM_NTASKS ]]", ["--yes"]),
+        ('[[ -v SLURM_GPUS_ON_NODE && -n "$SLURM_GPUS_ON_NODE" ]]', ["--yes"]),
+        ('[[ -z "$SLURM_JOB_ID" || -n "$SLURM_NTASKS" ]]', ["--no"]),
+        ('[[ "a && b" == "a && b" ]]', ["${ARGUMENTS_1[@]}"]),
+    ],
+)
+def test_variables_of_slurm_in_conditions(test: str, args: list[str]) -> None:
+    lines = "#SBATCH -N 1 --gpus-per-node=2 -c 3", f"if {test}; then A=--yes; else A=--no; fi"
+    text = "\n".join(("#!/bin/bash", *lines, "srun python train.py $A")) + "\n"
+    settings = convert(text, Path("/w"), Path("/w")).settings()
+    assert settings["args"] == args

@@ -610,7 +610,12 @@ def test_gpus_of_a_script_without_a_number_of_nodes(options: str) -> None:
         (("srun singularity run a.sif train.py",), 3, LOST, "runscript"),
         (("srun shifter python train.py",), 3, LOST, "image is not named"),
         (("N=$(date)", "srun -n $N python train.py"), 4, LOST, "srun --ntasks: only the job knows"),
-        (("f() { echo $1 | tee a; srun torchrun a.py; }", "f b"), 3, LOST, "arguments of its function"),
+        (
+            ("f() { echo $1 | tee a; srun torchrun a.py; }", "f b"),
+            3,
+            LOST,
+            "arguments of its function",
+        ),
         (('srun -N1 bash -c "make; python a.py"', TRAIN), 3, TAKEN, "setup"),
         (
             ("srun -N1 -n1 -w a python train.py",),
