@@ -21,6 +21,7 @@ STARTS_PYTHON = (
     r"([^\s-]\S*\.py\b|-m\s+(?!pip|venv|site|json)\S)"
 )
 DELETES = "it deletes something: setup or teardown, if needed"
+PLACEHOLDER = "a placeholder: write your own"
 VERDICT = "hpc-ddp says how the launch ended, and ends the job by that"
 TRAINS_BEHIND = "it may start a training: name its program in script, or submit it as its own job"
 PRINTS = re.compile(
@@ -111,8 +112,7 @@ REFUSED: Rules = (
      "a trap: notices reach the workers; clean-up: teardown = […]"),
     (r".*(=[\"']?(<[^<>\n|&;()]+>|your[-_]\w+)|\s'<[A-Za-z][\w .-]*>'(?m:\s*(#|$)))"
      r"|'<[A-Za-z][\w .-]*>'|(source|\.|cd|conda|module|ml|mkdir)\s[^\n<]*<[A-Za-z][\w .-]*>",
-     _AROUND,
-     "a placeholder: write your own"),
+     _AROUND, PLACEHOLDER),
     (rf"(?!.*({REQUEUES})).*\b(pkill|killall|scancel)\s|kill\s", _AROUND,
      "it ends something: setup or teardown, if needed"),
     (rf"(?!.*({REQUEUES})).*(\brm\s+(-\w*r\w*\b|(-\w+\s+)*(?=[^\n;&|]*\*))(?!{_TEMPORARY}))",

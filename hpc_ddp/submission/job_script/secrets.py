@@ -43,6 +43,9 @@ _OF_TOKENS = re.compile(
     r"[=:\s\"']*"
 )
 
+# The name of a variable that holds a secret: a program may be told it in place of the value.
+_OF_A_VARIABLE = re.compile(r"[A-Z][A-Z_]*_(TOKEN|KEY|SECRET|PASSWORD)")
+
 
 def looks_secret(text: str) -> bool:
     """Return whether a line, or a value, has a secret in it by its form: ``--token=a1b2c3``, a
@@ -79,9 +82,9 @@ def take_out_secrets(result: Conversion) -> None:
     """Remove the values of secrets from the arguments and variables of a conversion, in place.
 
     An argument gets ``$NAME`` in place of the value (`_choose_name`), and ``expand`` gets NAME; a
-    secret variable is removed from ``env``. ``env-names``, which is first sorted by its lines, gets
-    the name of each secret, so that the user's shell passes the value on. The line with the value
-    is marked as lost.
+    secret variable is removed from ``env``. The name of a variable is no secret. ``env-names``,
+    which is first sorted by its lines, gets the name of each secret, so that the user's shell
+    passes the value on. The line with the value is marked as lost.
     """
     result.lists.get("env-names", []).sort(key=lambda entry: entry[1])
     contents = result.secrets | {name: text for name, (text, _) in result.env.items()}
@@ -92,7 +95,8 @@ def take_out_secrets(result: Conversion) -> None:
     for position, (text, line) in enumerate(result.lists.get("args", [])):
         option, content, is_inline = _split_argument(before, text)
         named_option = option if _ENDS_IN_NAME.search(option) else ""
-        if is_secret(named_option, content):
+        is_name = content in contents or _OF_A_VARIABLE.fullmatch(content)
+        if is_secret(named_option, content) and not is_name:
             name = _choose_name(named_option, content, contents)
             hidden = f"{option}=${name}" if is_inline else f"${name}"
             result.lists["args"][position] = hidden, line

@@ -74,8 +74,9 @@ def note_lost_variables(
     No note is added for hpc-ddp's variables, nor for those of launches, of lines that each task
     runs, of lost statements, and in ``result.unknown``: these have reasons of their own.
     """
-    texts = [text for key in result.lists for text, _ in result.lists[key] if key != "env-names"]
-    used = {name for text in texts for name in (*names_in(text), text.removesuffix("[@]"))}
+    lists = {k: entries for k, entries in result.lists.items() if k not in ("env-names", "expand")}
+    used = {name for entries in lists.values() for text, _ in entries for name in names_in(text)}
+    used |= {text.removesuffix("[@]") for text, _ in result.lists.get("expand", ())}
     for statement in (s for s in statements if not s.in_task and s.launch is None):
         for name in sorted({statement.name, *statement.sets} & used - set_by_lines):
             if not is_of_hpc_ddp(name) and not (statement.lost or name in result.unknown):

@@ -16,6 +16,7 @@ from hpc_ddp.submission.job_script.conversion import (
     ON_EXIT,
     ONCE,
     ONLY_DELETES,
+    PLACEHOLDER,
     PRINTS,
     REFUSED,
     RELATIVE,
@@ -28,7 +29,7 @@ from hpc_ddp.submission.job_script.conversion import (
 from hpc_ddp.submission.job_script.launchers.launch import Launch
 from hpc_ddp.submission.job_script.launchers.options import is_launcher
 from hpc_ddp.submission.job_script.launchers.tasks import only_tests
-from hpc_ddp.submission.job_script.secrets import looks_secret
+from hpc_ddp.submission.job_script.secrets import is_secret, looks_secret
 from hpc_ddp.submission.job_script.statements.reader import Reader
 from hpc_ddp.submission.job_script.statements.requeues import separate_requeue
 from hpc_ddp.submission.job_script.statements.statement import Statement, with_functions
@@ -259,6 +260,8 @@ class Refusals:
         reason = self.find_reason(REFUSED, statement, is_after)
         is_before = not (statement.in_task or is_after)
         deletes = ONLY_DELETES.fullmatch(self._fill_in_values(text)) or _only_tidies(text)
+        if reason == PLACEHOLDER and statement.name and is_secret(statement.name):
+            reason = ""  # it is left to the submitting shell
         if reason == DELETES and is_before and deletes:
             statement.limit, reason = ONCE, ""
         if reason == DELETES and is_before and _deletes_below_missing(text):

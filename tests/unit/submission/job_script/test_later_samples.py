@@ -342,3 +342,32 @@ def test_a_configuration_that_has_no_end_is_left_alone(kind: str, tmp_path: Path
     is_known = conversion.env.get("ACCELERATE_MIXED_PRECISION", ("",))[0] == "bf16"
     assert is_known is (kind == "aliases")
     assert any("c.yaml" in sentence for _, sentence in conversion.notes)
+
+
+@pytest.mark.parametrize(
+    ("lines", "args", "names"),
+    [
+        # The program is told the name of the variable that holds the secret.
+        (
+            ("export hf_token=your_token", f"{TRAIN} --hf_token hf_token"),
+            ["hf_token"],
+            ["hf_token"],
+        ),
+        ((f"{TRAIN} --hf_token HF_TOKEN",), ["HF_TOKEN"], None),
+        ((f"{TRAIN} --token abcdef0123",), ["$TOKEN"], ["TOKEN"]),
+        (("export API_KEY='<yours>'", f"{TRAIN} --api_key API_KEY"), ["API_KEY"], ["API_KEY"]),
+    ],
+)
+def test_the_name_of_a_secret_is_none(
+    lines: tuple[str, ...], args: list[str], names: list[str] | None
+) -> None:
+    result = of_text(*lines)
+    settings = result.settings()
+    assert (settings["args"][1:], settings.get("env-names")) == (args, names)
+    assert not any("which a line that is left uses" in text for _, text in result.notes)
+
+
+def test_a_word_that_is_the_name_of_a_variable_does_not_use_it() -> None:
+    result = of_text('N="${N:-50}"', "R=${R:-/r}", "mkdir -p $R", f'{TRAIN} N "${{N}}"')
+    assert result.settings()["args"] == ["N", "50"]
+    assert not any("which a line that is left uses" in text for _, text in result.notes)
