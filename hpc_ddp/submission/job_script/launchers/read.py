@@ -75,6 +75,9 @@ def read_launch(
     launch.folder = folder.text if isinstance(folder, Word) else None
     if in_loop and words and words[0].text == "ssh":
         remaining = convert_ssh(remaining)
+        if not re.search(r"\bcd\s", remaining[-1].text):
+            text = "ssh starts it in the home folder: relative paths are the job folder's now"
+            launch.mark(launch.line, "", text)
     while remaining and not launch.program and launch.inner is None:
         name = remaining[0].text.rsplit("/", 1)[-1]
         if launch.set_variable(remaining[0]):

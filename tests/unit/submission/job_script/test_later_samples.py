@@ -371,3 +371,13 @@ def test_a_word_that_is_the_name_of_a_variable_does_not_use_it() -> None:
     result = of_text('N="${N:-50}"', "R=${R:-/r}", "mkdir -p $R", f'{TRAIN} N "${{N}}"')
     assert result.settings()["args"] == ["N", "50"]
     assert not any("which a line that is left uses" in text for _, text in result.notes)
+
+
+@pytest.mark.parametrize(
+    ("comment", "is_taken"),
+    [("Key=Monitoring,Value=ON", True), ("Key=Monitoring,password=a1b2c3", False)],
+)
+def test_a_key_beside_a_value_is_no_secret(comment: str, is_taken: bool) -> None:
+    result = of_text(f'#SBATCH --comment "{comment}"', TRAIN)
+    assert (result.group(2)[0] == TAKEN) is is_taken
+    assert (comment in str(result.settings())) is is_taken

@@ -178,3 +178,12 @@ def test_a_training_of_its_own_on_each_node_is_named(tmp_path: Path) -> None:
     conversion = of_text(tmp_path, f"{HEAD}{loop}wait\n")
     assert 5 in lost(conversion, f"{HEAD}{loop}wait\n")
     assert "script" not in conversion.settings()
+
+
+@pytest.mark.parametrize("prefix", ["", "cd /w; "])
+def test_a_note_says_where_ssh_starts_a_launch(prefix: str) -> None:
+    command = f"{prefix}python -m torch.distributed.run --rdzv-endpoint=a:1 train.py --save out"
+    loop = f'for n in $(scontrol show hostnames); do ssh $n "{command}" & done; wait'
+    text = "\n".join(("#!/bin/bash", "#SBATCH -N 2", loop)) + "\n"
+    notes = convert(text, Path("/w"), Path("/w")).notes
+    assert any("ssh starts it in the home folder" in note for _, note in notes) == (not prefix)
