@@ -262,10 +262,10 @@ class Refusals:
         deletes = ONLY_DELETES.fullmatch(self._fill_in_values(text)) or _only_tidies(text)
         if reason == PLACEHOLDER and statement.name and is_secret(statement.name):
             reason = ""  # it is left to the submitting shell
-        if reason == DELETES and is_before and deletes:
-            statement.limit, reason = ONCE, ""
         if reason == DELETES and is_before and _deletes_below_missing(text):
             reason = ""
+        if reason == DELETES and is_before and deletes:
+            statement.limit, reason = ONCE, ""
         if reason == DELETES and is_after and self._only_deletes_written(text, index):
             reason = ""
         program = _PROGRAM.search(text) if is_after and reason == TRAINS_BEHIND else None
@@ -363,15 +363,16 @@ class Refusals:
 
 
 def _deletes_below_missing(text: str) -> bool:
-    """Return whether bash code, `text`, is an ``if [ ! -d FOLDER ]`` that deletes nothing but what
-    is below this folder, which is not there before."""
-    folder = re.match(r"if\s+\[\[?\s+!\s+-[de]\s+[\"']?([^\s\"']+)[\"']?\s+\]", text)
-    if folder is None:
+    """Return whether bash code, `text`, is an ``if [ ! -d FOLDER ]`` that deletes nothing but this
+    folder, and what is below it, which is not there before."""
+    text = re.sub("[\"']", "", text)
+    folder = re.match(r"if\s+\[\[?\s+!\s+-[def]\s+(\S+)\s+\]", text)
+    if folder is None or re.search(r"\belse\b|\belif\b|\.\./", text):
         return False
     commands = map(syntax.source, syntax.commands_of(syntax.parse(text)))
     deleted = [word for c in commands if c.startswith("rm ") for word in c.split()[1:]]
-    paths = [word.strip("\"'") for word in deleted if word[:1] != "-"]
-    return bool(paths) and all(path.startswith(f"{folder[1]}/") for path in paths)
+    paths = [word for word in deleted if word[:1] != "-"]
+    return bool(paths) and all(f"{path}/".startswith(f"{folder[1]}/") for path in paths)
 
 
 def _only_tidies(text: str) -> bool:

@@ -298,6 +298,7 @@ def test_words_in_place_of_numbers_are_placeholders() -> None:
         (("source ./helper.sh", "run_it torchrun --nproc_per_node=2 train.py"), 3, LOST,
          "it may start a training"),
         (("mkdir -p out", TRAIN, "rm -rf out"), 4, LOST, "it deletes something"),
+        (("if [ ! -d a ]; then make; else rm -rf a; fi", TRAIN), 2, LOST, "it deletes something"),
         (("A=$(x)", "srun bash -c '$A torchrun train.py'"), 3, LOST, "$A before the launch"),
     ],
 )  # fmt: skip

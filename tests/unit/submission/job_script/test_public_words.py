@@ -49,6 +49,8 @@ def of_text(*lines: str) -> Conversion:
         # Folders are made anew by the first attempt alone.
         (("if [ -d out ]; then", "  rm out/*", "else mkdir out; fi", TRAIN),
          {"setup": ["<once> || { if [ -d out ]; then\n  rm out/*\nelse mkdir out; fi; }"]}),
+        (('if [ ! -d "$D"/a ]; then', '  rm -rf "$D"/a', "  mkdir $D/a", "fi", TRAIN),
+         {"setup": ['if [ ! -d "$D"/a ]; then\n  rm -rf "$D"/a\n  mkdir $D/a\nfi']}),
         (("if [ ! -d $D ]; then", "  unzip d.zip -d $D", '  rm -rf "$D/x"', "fi", TRAIN),
          {"setup": ['if [ ! -d $D ]; then\n  unzip d.zip -d $D\n  rm -rf "$D/x"\nfi']}),
         (("rm -rf bert_out*", TRAIN), {"setup": ["<once> || { rm -rf bert_out*; }"]}),
