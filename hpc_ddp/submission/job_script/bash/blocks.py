@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Set
 
+from hpc_ddp.submission.job_script.bash.quotes import split_quoted
 from hpc_ddp.submission.job_script.bash.syntax import Node, commands_of, descend, parse, source
 
 # What is added to a text in double quotes: no operator of the shell, but within ``$(…)``.
@@ -138,3 +139,23 @@ def _is_print(node: Node) -> bool:
         "pipeline",
     )
     return is_plain and source(node.child_by_field_name("name")) in ("echo", "printf")
+
+
+def end_job(text: str, words: str) -> str:
+    """Return bash code, `text`, with ``exit`` in place of its commands `words`, as
+    ``return|continue|break``, which would leave a function or a loop around it: ``[ -d a ] || exit
+    1`` for ``[ -d a ] || return 1``. Those of a loop, or a function, in the text itself stay."""
+    if re.search(r"\b(for|while|until|select)\s", text):
+        words = "return" if "return" in words else ""
+    if not words or re.search(r"\bfunction\s|\(\s*\)", text):
+        return text
+    start = r"(?P<start>^|[;&|\n{]\s*|\b(?:then|else)\s+)"
+    in_quotes = r"\"(?:\\.|[^\"\\])*\""
+    command = re.compile(rf"{in_quotes}|{start}(?P<name>{words})\b(?![-.=/])(?P<code>[ \t]+\d+)?")
+
+    def ending(match: re.Match[str]) -> str:
+        code = (match["code"] or "") if match["name"] == "return" else " 0"
+        return f"{match['start']}exit{code}" if match["name"] else match[0]
+
+    pieces = split_quoted(text)
+    return "".join(command.sub(ending, piece) if is_code else piece for piece, is_code in pieces)

@@ -332,7 +332,7 @@ class Reader(BranchReading):
         definition, statement, place = self._functions.pop(name)  # it may call itself
         before = self.scope.arguments, self.scope.arguments_are_set, self._place
         self._resolve(node, f"calls {name}")
-        self._place = replace(self._place, lines=place.lines, shift=place.shift)
+        self._place = replace(self._place, lines=place.lines, shift=place.shift, leaves="return")
         self._resolve(definition, f"the function {name}, read where it is called")
         exports = rf"(export|declare)\s+-\w*f\s+{name}\s*"
         removed = [s for s in self.statements if s is statement or re.fullmatch(exports, s.text)]
@@ -377,7 +377,10 @@ class Reader(BranchReading):
         self.scope.set(name, word)
         self._add(node.children[0], f"{name}={word.as_bash()}", name=name, assigned=word)
         self._resolve(node, "a loop over one word")
+        before, leaves = self._place, "|".join(filter(None, (self._place.leaves, "continue|break")))
+        self._place = replace(before, leaves=leaves)
         self._read_node(node.child_by_field_name("body"))
+        self._place = before
 
     def _read_loop_over_nodes(self, node: Node) -> None:
         """Append the statements in the body of a loop over the nodes. The variables that the loop

@@ -11,7 +11,7 @@ from typing import Any
 
 from hpc_ddp.core.job.variables import is_of_hpc_ddp
 from hpc_ddp.submission.job_script.bash import syntax
-from hpc_ddp.submission.job_script.bash.blocks import names_set_in
+from hpc_ddp.submission.job_script.bash.blocks import end_job, names_set_in
 from hpc_ddp.submission.job_script.bash.counts import whole_number
 from hpc_ddp.submission.job_script.bash.scope import Scope
 from hpc_ddp.submission.job_script.bash.syntax import Node, source
@@ -122,6 +122,8 @@ class Reading(ABC):
         if not (statement.name or statement.launch or statement.defines):
             self._note_files(statement, node)
             self._forget_changes(statement, node)
+        if not (statement.launch or statement.defines):  # no function or loop is there in the job
+            statement.text = end_job(statement.text, self._place.leaves)
         if not (statement.launch or statement.defines or self.scope.arguments_are_set):
             self._settle_arguments(statement, node)
         self.statements.append(statement)

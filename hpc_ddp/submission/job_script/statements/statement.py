@@ -38,6 +38,7 @@ class Place:
     in_loop: bool = False  # over the nodes
     in_text: bool = False  # of a bash -c or an eval
     in_image: bool = False  # of a container
+    leaves: str = ""  # commands that leave the function or the loop that is taken apart
 
     def search_place(self, step: str) -> Place:
         """Return the place for a search of the text for launches, in tasks of `step`, which is as

@@ -187,3 +187,26 @@ def test_a_note_says_where_ssh_starts_a_launch(prefix: str) -> None:
     text = "\n".join(("#!/bin/bash", "#SBATCH -N 2", loop)) + "\n"
     notes = convert(text, Path("/w"), Path("/w")).notes
     assert any("ssh starts it in the home folder" in note for _, note in notes) == (not prefix)
+
+
+@pytest.mark.parametrize(
+    ("lines", "setup"),
+    [
+        (("for d in a; do", "[ -d $d ] || continue", "srun python t.py $d", "done"),
+         ["d=a", "[ -d $d ] || exit 0"]),
+        (("run() {", "[ -d data ] || return 1", "srun python t.py", "}", "run"),
+         ["[ -d data ] || exit 1"]),
+        (("run() {", 'if [ ! -d a ]; then echo "no; return"; return; fi', "srun python t.py", "}",
+          "run"), ['if [ ! -d a ]; then echo "no; return"; exit; fi']),
+        (("run() {", "for i in 1 2; do [ -e $i ] && break; done", "srun python t.py", "}", "run"),
+         ["for i in 1 2; do [ -e $i ] && break; done"]),
+        (("run() {", "cd sub || return", "srun python t.py", "}", "run"), None),
+        (("run() {", "srun python t.py", "return 0", "}", "run"), None),
+    ],
+)  # fmt: skip
+def test_a_command_that_leaves_a_function_or_a_loop_ends_the_job(
+    lines: tuple[str, ...], setup: list[str] | None
+) -> None:
+    text = "\n".join(("#!/bin/bash", *lines)) + "\n"
+    settings = convert(text, Path("/w"), Path("/w")).settings()
+    assert (settings.get("setup"), settings.get("teardown")) == (setup, None)
