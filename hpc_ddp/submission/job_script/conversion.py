@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from hpc_ddp.core.job.variables import is_of_hpc_ddp, is_of_worker
+from hpc_ddp.core.job.variables import is_of_hpc_ddp, is_of_worker, names_in
 from hpc_ddp.submission.job_script.bash.syntax import uses_arguments
 from hpc_ddp.submission.job_script.bash.words import Word
 
@@ -344,6 +344,19 @@ class ArgumentWriter:
             self.result.env[name] = word.text, at
         else:
             self.result.append("setup", line, at)
+
+    def protect_texts(self, texts: Mapping[int, Word]) -> None:
+        """Make an array of each argument, of `texts` by index, that has a name of ``expand`` as
+        ``$NAME``, and is a mere text in the script: ``'$HOME'`` beside ``"$HOME"``."""
+        names = [name for name, _ in self.result.lists.get("expand", ()) if name.isidentifier()]
+        for index, word in texts.items():
+            _, line = self.result.lists["args"][index]
+            if names_in(word.text, names):
+                self.count += 1
+                name = f"ARGUMENTS_{self.count}"
+                self.result.append(self.key, f"{name}=({word.as_bash()})", line)
+                self.add_to_expand([f"{name}[@]"], line)
+                self.result.lists["args"][index] = f"${{{name}[@]}}", line
 
     def add_to_expand(self, names: list[str], at: int) -> None:
         """Add `names`, of line `at`, to ``expand``."""

@@ -23,6 +23,7 @@ from hpc_ddp.submission.job_script.directives import Directives
 from hpc_ddp.submission.job_script.launchers.accelerate import take_defaults, take_yaml
 from hpc_ddp.submission.job_script.launchers.launch import Launch
 from hpc_ddp.submission.job_script.launchers.options import is_of_pyxis
+from hpc_ddp.submission.job_script.launchers.workers import OF_OLD_LAUNCHERS
 from hpc_ddp.submission.job_script.sizes import (
     note_devices,
     note_task_numbers,
@@ -75,9 +76,10 @@ def take_launch(
         writer.key = "node-setup" if launch.kind else "worker-setup"
     if reader.scope.lacks_arguments:
         _leave_out_lacking_arguments(launch, reader.scope.defaults)
-    _take_arguments(launch, writer)
+    texts = _take_arguments(launch, writer)
     _take_settings(launch, writer)
     _take_variables(launch, writer)
+    writer.protect_texts(texts)
     if not launch.step:
         note_devices(result, gpus)
     elif not statement.in_task and not launch.in_loop:
@@ -137,11 +139,11 @@ def _leave_out_lacking_arguments(launch: Launch, defaults: set[str]) -> None:
             before = word.text
 
 
-def _take_arguments(launch: Launch, writer: ArgumentWriter) -> None:
-    """Write the program's arguments into the writer's conversion. An argument that can't be written
-    is left out, with the option in front of it. If that is the ``-c`` of bash, the program is left
-    out, too."""
-    result = writer.result
+def _take_arguments(launch: Launch, writer: ArgumentWriter) -> dict[int, Word]:
+    """Write the program's arguments into the writer's conversion, and return those without code by
+    their index in ``args``. An argument that can't be written is left out, with the option in front
+    of it. If that is the ``-c`` of bash, the program is left out, too."""
+    result, texts = writer.result, dict[int, Word]()
     # Pairs of an argument and the one in front of it.
     for before, argument in zip([literal(""), *launch.args], launch.args, strict=False):
         is_option = re.fullmatch(r"--?[A-Za-z][\w.-]*", before.text) and argument.text[:1] != "-"
@@ -149,10 +151,14 @@ def _take_arguments(launch: Launch, writer: ArgumentWriter) -> None:
         if not writer.refuse_word(argument, "args", launch.line, option):
             at = argument.line or launch.line
             result.append("args", writer.write_argument(argument, at), at)
+            is_text = argument.is_static and argument.text != OF_OLD_LAUNCHERS
+            texts |= {len(result.lists["args"]) - 1: argument} if is_text else {}
         elif option:
             result.lists.get("args", [("", 0)]).pop()  # nothing, where the list is not there
+            texts.pop(len(result.lists.get("args", ())), None)
             if option == "-c":
                 result.values.pop("script", None)  # bash alone does nothing
+    return texts
 
 
 def _take_settings(launch: Launch, writer: ArgumentWriter) -> None:
@@ -262,7 +268,7 @@ def _take_program(launch: Launch, result: Conversion, cwd: Path, folder: Path) -
     if not kind and re.fullmatch(r"[\w-]+", name) and not file.exists():  # $(which fairseq-train)
         launch.add("no-python", word)
         kind = {"no-python"}
-    is_elsewhere = launch.folder is None or _sets_folder(launch)
+    is_elsewhere = launch.folder is None or launch.sets_folder
     # Modules are looked for in the job's folder.
     chdir, _ = result.values.get("chdir", ("", 0))
     folders = (os.path.normpath(cwd / str(place or "")) for place in (launch.folder, chdir))
@@ -283,13 +289,6 @@ def _take_program(launch: Launch, result: Conversion, cwd: Path, folder: Path) -
         is_below = Path(os.path.realpath(file)).is_relative_to(os.path.realpath(cwd))
         name = os.path.relpath(file, folder) if is_below else str(file)
     result.values["script"] = name, line
-
-
-def _sets_folder(launch: Launch) -> bool:
-    """Return whether an option of the launch's container sets the working directory."""
-    keys = ("container-options", "srun")
-    options = " ".join(word.text for key in keys for word in launch.settings.get(key, []))
-    return bool(re.search("--(container-workdir|pwd)", options))
 
 
 def _make_command(program: Word, launch: Launch) -> str:

@@ -75,9 +75,11 @@ def note_misspelt_directives(text: str, result: Conversion) -> None:
 
 def join_lines(text: str, result: Conversion) -> str:
     """Return a script's text with lines joined as their backslashes are meant (`join_cut_lines`),
-    with a note in `result` on each, and on each comment that ends a command. Raise as
-    `syntax.parse`."""
+    with a note in `result` on each, and on each comment that ends a command; and without ``time``
+    before a child shell. Raise as `syntax.parse`."""
     text, cut_lines = join_cut_lines(text)
+    # tree-sitter takes a child shell behind it for a word.
+    text = re.sub(r"^([ \t]*)time([ \t]+-p)?[ \t]+(?=\()", r"\1", text, flags=re.M)
     for line in cut_lines:
         reason = "a backslash before a blank does not go on in the next line: read as it is meant"
         result.note(line, reason)

@@ -244,6 +244,13 @@ class Launch:
             self.settings[key] = [*words, *self.settings.get(key, [])]
 
     @property
+    def sets_folder(self) -> bool:
+        """Return whether an option of the launch's container sets the working directory."""
+        keys = ("container-options", "srun")
+        options = " ".join(word.text for key in keys for word in self.settings.get(key, []))
+        return bool(re.search("--(container-workdir|pwd)", options))
+
+    @property
     def command(self) -> tuple[str, ...]:
         """The part of a launch that two launches of the same training share: the launcher's kind,
         its number of workers, its variables, those that it unsets, and the words of the program

@@ -50,6 +50,9 @@ _TORCHRUN_FLAGS = re.compile(
     "|bind-cores-to-rank|elastic-training"
 )
 
+# The argument that older launchers add.
+OF_OLD_LAUNCHERS = "--local_rank=$LOCAL_RANK"
+
 
 def take_python_beside(launcher: Word, launch: Launch) -> None:
     """Set ``python``, with a note, to the Python beside a launcher that is named by its path: of
@@ -81,6 +84,8 @@ def take_program_of_workers(
         launch.mark(behind[0].line, LOST, f"{text}: script = …, args = […]")
     else:
         launch.take_program(behind)
+        if launch.args and launch.args[0].text == "--":  # argparse of the launcher swallows it
+            del launch.args[0]
 
 
 def read_torchrun(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
@@ -104,7 +109,7 @@ def read_torchrun(words: list[Word], launch: Launch, scope: Scope) -> list[Word]
         _take_included_gpus(launch)
     has_no_argument = bool({"use-env", "no-local-rank"} & launch.options.keys())
     if name in ("launch", "deepspeed") and launch.program and not has_no_argument:
-        launch.args.insert(0, literal("--local_rank=$LOCAL_RANK", line))
+        launch.args.insert(0, literal(OF_OLD_LAUNCHERS, line))
         launch.add("expand", literal("LOCAL_RANK", line))
     return []
 

@@ -127,12 +127,14 @@ class Reader(BranchReading):
         ]  # fmt: skip
         first = words[0].text if words else ""
         if first in self._functions and self._has_launch(self._functions[first][0], "", words[1:]):
-            self._read_call(first, words[1:], node)
+            with self._output_to(output):
+                self._read_call(first, words[1:], node)
             return
         code = " ".join(map(inner_text, words[1:])) if first == "eval" else ""
         is_printed = re.match(r"\s*[\"']?(\$\(|`)", code)  # what another command prints
         if code and not is_printed and self._has_launch(code):
-            self._read_eval(code, words, node)
+            with self._output_to(output):
+                self._read_eval(code, words, node)
             return
         if first == "shift" and self.scope.arguments is not None:
             self._read_shift(words, node)
@@ -255,7 +257,8 @@ class Reader(BranchReading):
         if commands and node.type == "list":
             self._read_list_with_launch(node)
         elif commands and not is_command and self._has_launch(first):
-            self._read_node(first)  # a block
+            with self._output_to(syntax.target_of(node)):
+                self._read_node(first)  # a block
         elif commands:
             self._command(commands[0], syntax.target_of(node), node)
         elif first.type == "command" and re.match(r"cd\s[^;&]*\|\|", source(node)):

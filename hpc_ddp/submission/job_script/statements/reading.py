@@ -97,6 +97,17 @@ class Reading(ABC):
         outer_scope.is_open |= self.scope.is_open
         self.scope, (self._functions, self._exports_all, self._shells) = outer_scope, before
 
+    @contextmanager
+    def _output_to(self, output: str) -> Iterator[None]:
+        """Have launches that are read within the context write to `output`, the file or pipe of a
+        block around them, unless they have another; '' for none."""
+        before = [*self.statements]  # which keeps their ids
+        earlier = set(map(id, before))
+        yield
+        for statement in self.statements:
+            if statement.launch and id(statement) not in earlier:
+                statement.output = statement.output or output
+
     def _at(self, node: Node) -> tuple[int, int]:
         """Return the first and the last line of a node in the script, from 1. In a text whose lines
         are not the script's, as of an ``eval``, these are the lines of the statement around it."""

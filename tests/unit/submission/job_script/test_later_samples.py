@@ -382,3 +382,36 @@ def test_a_key_beside_a_value_is_no_secret(comment: str, is_taken: bool) -> None
     result = of_text(f'#SBATCH --comment "{comment}"', TRAIN)
     assert (result.group(2)[0] == TAKEN) is is_taken
     assert (comment in str(result.settings())) is is_taken
+
+
+@pytest.mark.parametrize(
+    ("line", "args"),
+    [
+        # The launcher's argparse swallows the first of these, that of the program does not.
+        ("torchrun --nproc_per_node 2 -m pkg.train -- --out a", ["--out", "a"]),
+        ("accelerate launch -m pkg.train -- --out a", ["--out", "a"]),
+        ("deepspeed train.py -- a", ["--local_rank=$LOCAL_RANK", "a"]),
+        (f"{TRAIN} -- a", ["--", "a"]),
+        # A text in single quotes beside the variable.
+        (f"{TRAIN} '$HOME' \"$HOME\"", ["${ARGUMENTS_1[@]}", "$HOME"]),
+        (f"{TRAIN} '^$B$' '$HOME'", ["^$B$", "$HOME"]),
+        ("time (python train.py --lr 1) |& tee a", ["--lr", "1"]),
+    ],
+)
+def test_arguments_are_those_of_the_program(line: str, args: list[str]) -> None:
+    assert of_text("#SBATCH -N 1 --gpus-per-node=2", line).settings()["args"] == args
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ("{", "echo start", "python train.py", "} > a.log 2>&1"),
+        ("C='python train.py'", 'eval "$C" > a.log'),
+        ("run() { python train.py; }", "run | tee a.log"),
+        ("(python train.py) |& tee a.log",),
+        ("for i in a; do", "python train.py", "done > a.log"),
+    ],
+)
+def test_the_output_of_a_block_is_that_of_the_launch(lines: tuple[str, ...]) -> None:
+    notes = [text for _, text in of_text(*lines).notes]
+    assert "its output is in the run's log, not in a.log: hpc-ddp logs" in notes
