@@ -88,6 +88,12 @@ RELATIVE = re.compile(
     r"|>\s*\w)|^(?:source|\.)\s+(?!activate\b)[\w.]",
     re.S,
 )
+# Commands that read or write files of the folder that they run in, whatever their words are.
+_OF_FOLDER = re.compile(
+    r"(?:^|[;&|({\n]\s*|\b(?:if|then|do)\s+)(?:\.{1,2}/|(?:sh|git|make|cmake|tar|unzip|wget|uv|touch)\s"
+    r"|wandb\s+(?!login)|pip3?\s+install\s[^\n;&|]*(?:-e|-r|\s\.)|python[\d.]*\s+-c\s"
+    r"|\[\[?\s+(?:!\s+)?-[defrsx]\s+[\"']?[\w.])|\bactivate\s+\.{1,2}/",
+)
 # A token of a vocabulary, as <mask> and </s>, and no placeholder.
 _TOKEN = re.compile(
     r"<\|\w+\|>|<[|/]?(?!(path|dir|folder|file|name|user|account|project|partition|email|model|data|dataset|config"
@@ -362,6 +368,15 @@ class ArgumentWriter:
         """Add `names`, of line `at`, to ``expand``."""
         for name in names:
             self.result.append("expand", name, at)
+
+
+def needs_folder(text: str, is_assignment: bool) -> bool:
+    """Return whether a line, `text`, may do another thing in another folder: it names a file by a
+    relative path, or is a command of its folder. Of an assignment only its ``$(…)`` counts."""
+    if is_assignment:
+        codes = re.findall(r"(?:\$\((?!\()|`)(.*)", text, re.S)
+        return any(RELATIVE.search(code) or _OF_FOLDER.search(code) for code in codes)
+    return bool(RELATIVE.search(text) or _OF_FOLDER.search(text))
 
 
 def first_reason(rules: Rules, text: str, is_after: bool) -> str:

@@ -19,9 +19,9 @@ from hpc_ddp.submission.job_script.conversion import (
     ON_EXIT,
     OURS,
     PRINTS,
-    RELATIVE,
     TAKEN,
     Conversion,
+    needs_folder,
 )
 from hpc_ddp.submission.job_script.launchers.launch import Launch
 from hpc_ddp.submission.job_script.launchers.options import is_option_of_step
@@ -242,7 +242,11 @@ class Sorter:
             return ""
         word = statement.words[1]
         text = re.sub(r"^\$\{?HOME\}?", "~", word.text)
-        is_relative = any(RELATIVE.search(s.text) for s in before[:index] if not s.name)
+        is_relative = any(
+            needs_folder(s.text, bool(s.name))
+            for s in before[:index]
+            if not (s.defines or (isinstance(s.assigned, Word) and is_known(s.assigned)))
+        )
         if is_relative and text != self._start:
             return ""
         return text if "$" not in text and (word.is_static or text[:1] == "~") else ""

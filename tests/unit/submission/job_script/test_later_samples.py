@@ -415,3 +415,27 @@ def test_arguments_are_those_of_the_program(line: str, args: list[str]) -> None:
 def test_the_output_of_a_block_is_that_of_the_launch(lines: tuple[str, ...]) -> None:
     notes = [text for _, text in of_text(*lines).notes]
     assert "its output is in the run's log, not in a.log: hpc-ddp logs" in notes
+
+
+@pytest.mark.parametrize(
+    ("line", "is_moved"),
+    [
+        ("./prepare_env.sh", False),
+        ("[ -d data ] || { echo no; exit 1; }", False),
+        ("export ROOT=$(dirname $(pwd))", False),
+        ("pip install -r r.txt", False),
+        ("wandb online", False),
+        ("conda activate ./env", False),
+        ("module load a", True),
+        ("export ROOT=$(pwd)", True),
+        ("[ -d /data ] || exit 1", True),
+        ("conda activate env", True),
+        ("pip install torch", True),
+        ("wandb login", True),
+        ("export PORT=$(date +%s)", True),
+    ],
+)
+def test_a_line_before_a_cd_runs_where_it_did(line: str, is_moved: bool) -> None:
+    settings = of_text(line, "cd /proj/p", "srun python /proj/p/train.py").settings()
+    assert ("chdir" in settings) is is_moved
+    assert ("cd /proj/p" in settings.get("setup", ())) is not is_moved
