@@ -96,6 +96,11 @@ def _add_notes(result: Conversion, scope: Scope, missing: set[str]) -> None:
     for line in [line for text, line in result.lists.get("setup", ()) if _ON_ERROR.match(text)]:
         text = "the trap is for the lines of setup: how the launch ended is hpc-ddp's verdict"
         result.note(line, text)
+    lines = [entry for key in ("node-setup", "worker-setup") for entry in result.lists.get(key, ())]
+    in_image = [line for text, line in lines if program.BRINGS_PYTHON.search(text)]
+    if in_image and result.values.keys() & {"image", "container"} and "python" not in result.values:
+        reason = "the image's own python3 starts the workers before that"
+        result.note(in_image[0], f'{reason}: python = "/its/path", if it has none from 3.10 on')
     for name in sorted(scope.guesses):
         result.note(0, f"${name} is taken to be unset: by that a launch is chosen")
     end = ", unless a file or module that the script loads sets them" if scope.is_open else ""

@@ -35,7 +35,7 @@ from hpc_ddp.submission.job_script.statements.reader import Reader
 from hpc_ddp.submission.job_script.statements.statement import Statement
 
 # Lines that bring a Python, or another PATH: modules of compilers and libraries alone do not.
-_BRINGS_PYTHON = re.compile(
+BRINGS_PYTHON = re.compile(
     r"(?:^|[;&\s])(?:export\s+)?PATH=|(?:^|[;&|{!]|(?<!\$)\(|\b(?:then|do|else)\s)\s*"
     r"(?:(?:source|\.|conda|spack|eval)\s|(?:module|ml)\s+(?!purge|reset|restore|list|use|unload|(?:(?:load|add|(?i:cuda|gcc|gnu|nvhpc|nccl|cudnn|rocm|openmpi|ucx|craype"
     r"|aws-ofi|cmake|git)[^\s;&]*)(?:\s+|$))+$))",
@@ -348,7 +348,7 @@ def _take_python(launch: Launch, result: Conversion, has_environment: bool) -> N
     lists = {key: "\n".join(line for line, _ in result.lists.get(key, [])) for key in _SETUP}
     if "activate" in lists["setup"]:
         lists["setup"] = ""  # `config.default_python` finds the environment's Python there
-    brings = "PATH" in result.env or any(map(_BRINGS_PYTHON.search, lists.values()))
+    brings = "PATH" in result.env or any(map(BRINGS_PYTHON.search, lists.values()))
     without = {"image", "container"} | (set() if launch.kind else {"no-python"})
     is_in_image = bool(launch.settings.keys() & without)
     is_version = re.fullmatch(r"python3\.\d+", python[0].text)

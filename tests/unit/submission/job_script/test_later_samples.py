@@ -316,6 +316,8 @@ def test_reasons_are_true(lines: tuple[str, ...], line: int, group: str, reason:
          "the number of workers is not known here: --gpus-per-node N, and a worker on each"),
         (("if [ -z \"$G\" ]; then G=8; fi", f"{TRAIN} --g $G"), "$G: taken as unset"),
         (("#SBATCH -N 1", "torchrun train.py &"), "nothing waits for it"),
+        (("srun singularity exec /i.sif bash -c 'source /e/env.sh; python train.py'",),
+         "the image's own python3 starts the workers"),
         ((f"{TRAIN} --rank $SLURM_PROCID",), "$SLURM_PROCID is the batch script's there"),
         (("if [ -z \"$FP32\" ]; then export A=1; fi", TRAIN), "$FP32: taken as unset"),
     ],
