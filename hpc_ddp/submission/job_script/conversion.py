@@ -372,7 +372,7 @@ class ArgumentWriter:
 
 def needs_folder(text: str, is_assignment: bool) -> bool:
     """Return whether a line, `text`, may do another thing in another folder: it names a file by a
-    relative path, or is a command of its folder. Of an assignment only its ``$(…)`` counts."""
+    relative path, or is a command of its folder. Only the ``$(…)`` of an assignment counts."""
     if is_assignment:
         codes = re.findall(r"(?:\$\((?!\()|`)(.*)", text, re.S)
         return any(RELATIVE.search(code) or _OF_FOLDER.search(code) for code in codes)

@@ -61,9 +61,9 @@ def _is_word(name: str, content: str) -> bool:
     behind it: the name may be a table's key (``sort_key=``), or one on the tokens of a language
     model (``pad_token=``), and the value is a short word, or the name of a model."""
     is_table = _OF_A_TABLE.fullmatch(name) or _OF_TOKENS.fullmatch(name)
-    first, *others = re.split("[,;]", content)  # of Key=Monitoring,Value=ON
+    first, *pieces = re.split("[,;]", content)  # of Key=Monitoring,Value=ON
     is_word = re.fullmatch(rf"[A-Za-z_.-]{{1,15}}|{_NAME_OF_THING}", first)
-    return bool(is_table and is_word) and not any(map(looks_secret, others))
+    return bool(is_table and is_word) and not any(map(looks_secret, pieces))
 
 
 def is_secret(name: str, content: str | None = None) -> bool:

@@ -46,11 +46,13 @@ def take_shell_variables(
     lines = "\n".join(text for key in _OF_LINES & lists.keys() for text in lists[key])
     code = without_quoted_texts(lines)
     names = {*_NAMES.findall(code), *lists.get("expand", ())}
-    is_set, need_themselves = {*lists.get("env-names", ())}, set()
+    is_set, need_themselves, with_default = {*lists.get("env-names", ())}, set[str](), set[str]()
     for statement in statements:
         # PATH=/a:$PATH, if it is the first to set PATH, needs the shell's value.
         if statement.name not in is_set and statement.name in names_in(statement.text):
             need_themselves.add(statement.name)
+            if statement.name not in names_in(_WITH_DEFAULT.sub("{", statement.text)):
+                with_default.add(statement.name)  # A=${A:-x}: the line reads the shell's
         is_set |= {statement.name, *statement.sets}
     of_commands = {*re.findall(r"\b(\w+)=|\bfor\s+(\w+)\s", PRINTED_TEXT.sub(" ", lines))}
     set_by_lines = {*set_by_lines, *(name for pair in of_commands for name in pair)}
@@ -58,7 +60,7 @@ def take_shell_variables(
     names = {n for n in names if not OF_A_JOB.fullmatch(n) and not _OF_BASH.match(n)}
     for name in sorted(names & environ.keys()):
         result.append("env-names", name, 0)
-    missing = names - environ.keys() - {*_SETS_DEFAULT.findall(code)}
+    missing = names - environ.keys() - with_default - {*_SETS_DEFAULT.findall(code)}
     needs = _ASKS_FOR.sub(" ", _WITH_DEFAULT.sub(" ", code))
     without_default = {*_NAMES.findall(needs), *lists.get("expand", ())}
     return missing & without_default, missing - without_default

@@ -441,3 +441,10 @@ def test_a_line_before_a_cd_runs_where_it_did(line: str, is_moved: bool) -> None
     settings = of_text(line, "cd /proj/p", "srun python /proj/p/train.py").settings()
     assert ("chdir" in settings) is is_moved
     assert ("cd /proj/p" in settings.get("setup", ())) is not is_moved
+
+
+def test_a_line_with_a_default_asks_for_nothing() -> None:
+    lines = "source e.sh", "B=${B:-4}", "echo $B", f"{TRAIN} --b $B --c $C"
+    notes = "; ".join(text for _, text in of_text(*lines).notes)
+    assert "$C: not set in this shell" in notes
+    assert "$B" not in notes
