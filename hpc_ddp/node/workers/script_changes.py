@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import importlib
 import re
 import sys
 from collections.abc import Mapping
@@ -187,8 +188,7 @@ def may_patch_torch(node: ast.AST, modules: Mapping[str, str]) -> bool:
 def _functions_of_torch() -> frozenset[str]:
     """Return the names of the functions and classes of torch on which its compiler may depend, and
     of the methods of its modules and optimizers."""
-    import torch
-
+    torch = importlib.import_module("torch")  # the fork server has it
     places = (torch, torch.nn, torch.nn.functional, torch.nn.init, torch.optim, torch.autograd)
     owners = (*places, torch.nn.Module, torch.optim.Optimizer)
     return frozenset(n for owner in owners for n, part in vars(owner).items() if callable(part))

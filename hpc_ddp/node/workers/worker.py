@@ -218,14 +218,12 @@ def note_checkpoint(waits: bool = True) -> bool:
     path, first_attempt = (os.environ.get(f"HPC_DDP_{n}") for n in ("RESUME_IF", "FIRST_ATTEMPT"))
     if not path:
         return False
-    folder = os.path.join(os.environ["HPC_DDP_RUN"], "logs", f"attempt-{first_attempt or 0}")
+    run = os.environ["HPC_DDP_RUN"]
+    folder = os.path.join(run, "logs", f"attempt-{first_attempt or 0}")
     note = os.path.join(folder, RESUMABLE)
     give_up = time.monotonic() + PATIENCE_S
     while True:
-        is_noted, is_away = (
-            os.path.exists(note),
-            waits and not os.path.isdir(os.environ["HPC_DDP_RUN"]),
-        )
+        is_noted, is_away = os.path.exists(note), waits and not os.path.isdir(run)
         if not is_away and any(is_noted or _is_newer(file, folder) for file in glob.glob(path)):
             with contextlib.suppress(OSError):
                 open(note, "a").close()

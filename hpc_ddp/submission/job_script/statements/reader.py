@@ -12,13 +12,7 @@ from hpc_ddp.submission.job_script.bash.comments import is_comment
 from hpc_ddp.submission.job_script.bash.syntax import Node, commands_of, source
 from hpc_ddp.submission.job_script.bash.values import doubts_in
 from hpc_ddp.submission.job_script.bash.words import Part, Word
-from hpc_ddp.submission.job_script.conversion import (
-    DECIDED,
-    ON_EXIT,
-    OURS,
-    VERDICT,
-    first_reason,
-)
+from hpc_ddp.submission.job_script.conversion import DECIDED, OURS, VERDICT, first_reason
 from hpc_ddp.submission.job_script.launchers.launch import Launch
 from hpc_ddp.submission.job_script.statements.branch_reading import CHOOSES, BranchReading
 from hpc_ddp.submission.job_script.statements.loaded_texts import sentences_on
@@ -26,6 +20,7 @@ from hpc_ddp.submission.job_script.statements.reading import OF_ARGUMENTS
 from hpc_ddp.submission.job_script.statements.requeues import does_more
 from hpc_ddp.submission.job_script.statements.statement import (
     Statement,
+    calls,
     changes_folder,
     inner_text,
 )
@@ -320,7 +315,7 @@ class Reader(BranchReading):
         """Put the definition of each function that is read where it is called back before the first
         statement that calls it and is no launch: ``run`` of ``run module load a``."""
         for definition in self.called:
-            calls = (i for i, s in enumerate(self.statements) if _calls(s, definition.defines))
+            calls = (i for i, s in enumerate(self.statements) if calls(s, definition.defines))
             if (index := next(calls, None)) is not None:
                 self.statements.insert(index, definition)
 
@@ -399,11 +394,3 @@ class Reader(BranchReading):
         before, self._place = self._place, replace(self._place, in_loop=True)
         self._read_node(node.child_by_field_name("body"))
         self._place = before
-
-
-def _calls(statement: Statement, name: str) -> bool:
-    """Return whether a statement calls the function `name`, and is no launch, no assignment, and no
-    trap but for the script's end."""
-    is_notice = statement.first == "trap" and not ON_EXIT.match(statement.text)
-    is_line = not (statement.launch or statement.name or statement.lost or is_notice)
-    return is_line and name in statement.names

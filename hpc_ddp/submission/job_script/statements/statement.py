@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from hpc_ddp.submission.job_script.bash import blocks, syntax
 from hpc_ddp.submission.job_script.bash.values import Value
 from hpc_ddp.submission.job_script.bash.words import Word
+from hpc_ddp.submission.job_script.conversion import ON_EXIT
 from hpc_ddp.submission.job_script.launchers.launch import Launch
 
 _LOADS = re.compile(r"\s*(module|ml|source|\.|conda|spack|eval)\s")
@@ -187,3 +188,11 @@ def inner_text(word: Word) -> str:
     return _QUOTED.sub(
         lambda m: re.sub(variable, r"""'"\g<0>"'""", m[0]) if m[0][0] == "'" else m[0], word.script
     )
+
+
+def calls(statement: Statement, name: str) -> bool:
+    """Return whether a statement calls the function `name`, and is no launch, no assignment, and no
+    trap but for the script's end."""
+    is_notice = statement.first == "trap" and not ON_EXIT.match(statement.text)
+    is_line = not (statement.launch or statement.name or statement.lost or is_notice)
+    return is_line and name in statement.names

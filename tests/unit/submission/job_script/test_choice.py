@@ -202,6 +202,8 @@ def test_branches_that_write_other_configurations_are_not_merged(tmp_path: Path)
     branches = (f"  echo 'num_processes: {n}' > a.yaml\n  {run} --n {n}" for n in (2, 4))
     text = "if nvidia-smi | grep -q A100; then\n{}\nelse\n{}\nfi\n".format(*branches)
     assert of_text(tmp_path, text).group(3)[0] == LOST
+
+
 @pytest.mark.parametrize(
     ("test", "args"),
     [

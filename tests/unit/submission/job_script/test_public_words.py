@@ -111,7 +111,7 @@ def test_words_keep_their_meaning(lines: tuple[str, ...], settings: dict[str, An
     result = of_text(*lines)
     written = {key: result.settings().get(key) for key in settings}
     for key in {"setup"} & written.keys():
-        texts = [text.rpartition('/attempt-0" ] ')[2] for text in written["setup"] or ()]
+        texts = [text.rpartition('START-}" != yes ] ')[2] for text in written["setup"] or ()]
         written[key] = [f"<once> {text}" if text.startswith("||") else text for text in texts]
     assert written == settings
     assert LOST not in {result.group(line)[0] for line in range(2, 3 + len(lines))}

@@ -20,14 +20,18 @@ def _script(spec: JobSpec) -> str:
     return Rendering(spec, RunFolder(Path("/r/x/1")), Path("/r/x/1/code"), Path("x.py")).text()
 
 
+def _function(script: str, name: str) -> str:
+    begin = script.index(f"{name}() {{")
+    return script[begin : script.index("\n}\n", begin) + 3]
+
+
 def _answer(wrapper: str, code: str) -> subprocess.CompletedProcess[str]:
     """Return what `_answer_of` prints with a wrapper of Python, a shell's line before `code`."""
     script = _script(JobSpec("x.py"))
-    begin = script.index("_answer_of() {")
     lines = [
-        script[begin : script.index("\n}\n", begin) + 3],
+        *(_function(script, name) for name in ("_run_part", "_answer_of")),
         'wrapped() { eval "$1"; }',
-        '_node_side=(wrapped "$1")',
+        '_node_side=(wrapped "$1") _node=/dev/null',
         "_answer_of batch begin",
     ]
     line = wrapper.replace("PYTHON", '"$PROGRAM" -c "$CODE"')
@@ -62,6 +66,33 @@ def test_without_an_answer_nothing_is_taken_for_one() -> None:
 def test_each_value_that_the_script_takes_is_an_answer() -> None:
     spec = JobSpec("x.py", teardown=("true",), preflight=True, stage=True, continue_by="resubmit")
     script = _script(spec)
-    assert script.count('$("${_node_side[@]}"') == 1  # within `_answer_of`
+    assert '$("${_node_side[@]}"' not in script  # but `_answer_of`, which calls again
     calls = ("begin", "next-port", "teardown-plan")
     assert all(f"$(_answer_of batch {call})" in script for call in calls)
+
+
+@pytest.mark.parametrize(
+    ("trouble", "calls"), [("code 111", 3), ("code 143", 3), ("away", 3), ("", 1)]
+)
+def test_a_part_that_could_not_be_loaded_is_called_again(
+    tmp_path: Path, trouble: str, calls: int
+) -> None:
+    """The runs' disk was away for 4 s as Python loaded that part from it, and the job FAILED."""
+    node, count = tmp_path / "node.py", tmp_path / "count"
+    if trouble != "away":
+        node.touch()
+    code = trouble.partition(" ")[2] or "2"
+    text = f"""
+        part() {{
+            echo x >>{count}; local n=$(wc -l <{count})
+            ((n < {calls})) || touch {node}
+            ((n < {calls})) && return {code}
+            return 7
+        }}
+        sleep() {{ :; }}
+        _node_side=(part) _node={node}
+        _run_part batch begin
+    """
+    script = _function(_script(JobSpec("x.py")), "_run_part")
+    done = subprocess.run(["bash", "-c", script + text], capture_output=True, text=True)
+    assert (done.returncode, count.read_text().count("x")) == (7, calls), done.stderr

@@ -6,10 +6,11 @@ from collections.abc import Callable
 
 import pytest
 
+from hpc_ddp import slurm
 from hpc_ddp.core.file_io import read_json, write_json
 from hpc_ddp.core.journal.enums import Action, Cause
 from hpc_ddp.core.run_folder import RunFolder
-from hpc_ddp.node.outcome.requeue import excluded_nodes, next_start
+from hpc_ddp.node.outcome.requeue import next_start
 from hpc_ddp.node.outcome.requeue.excluded_nodes import KEPT_OFF_S
 from hpc_ddp.node.outcome.verdict import Verdict
 from unit.fakes import Clock, Slurm
@@ -444,7 +445,7 @@ def test_a_cancel_while_slurm_answers_about_nodes_counts(
         shown.write_text(SHOWN_JOB.format("CANCELLED", 2))
         return ""
 
-    monkeypatch.setattr(excluded_nodes.slurm, "why_refused", cancel)
+    monkeypatch.setattr(slurm, "why_refused", cancel)
     assert end(Verdict(Cause.FAILED, Action.REQUEUE, "")) == 75
     assert changes_of(slurm_commands) == []
     assert printed == ["the job is CANCELLED by now: not requeued"]
