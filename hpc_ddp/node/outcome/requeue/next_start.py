@@ -36,7 +36,7 @@ SECOND_ANSWER_S = 5.0  # how long a second answer of Slurm is waited for
 REQUEUE_TRIES = 120  # to requeue a job, each after a look at Slurm's record of the job
 REFUSED_PAUSES_S = 10.0, 30.0
 MAY_BE_REQUEUED = "Requeue=1"  # of a job of a chain, or of a site that does not requeue by default
-ASKING_S = 120.0  # that Slurm may take for answers on the nodes that the next start may have
+ASKING_S = 60.0  # that Slurm may take for answers on the nodes that the next start may have
 VERDICT_S = 20.0  # of the job's time, kept free for the end of its verdict
 UNSETTLED = ("SUSPENDED", "CONFIGURING")  # of a job whose batch script runs: it says nothing yet
 

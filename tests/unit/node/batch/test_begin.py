@@ -364,12 +364,19 @@ def test_a_teardown_that_was_cut_off_is_run_again(
     controller: Slurm, run: RunFolder, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """As by a preemption after the training has finished."""
-    write_spec(run, teardown=(f"echo $HPC_DDP_VERDICT >>{tmp_path}/torn", "exit 3"))
+    write_spec(run, teardown=("cp -r a b",))
     environ = job_environ(run)
     assert batch.lines_of_no_attempt(environ) == "exit 0"  # the run is not finished
     run.journal("rank-0").write(raw("finished", step=1))
-    for _ in range(2):
-        lines = batch.lines_of_no_attempt(environ)
-        assert subprocess.run(["bash", "-c", f"{lines}\necho no"], check=True).returncode == 0
-    assert (tmp_path / "torn").read_text() == "finished\n"
-    assert lines == "exit 0"
+    parts = (
+        '_sigterm=; _tear_down() { echo "$HPC_DDP_VERDICT $1"; _sigterm=$SIGNAL; }',
+        '_run_part() { echo "$*"; }',
+        batch.lines_of_no_attempt(environ),
+        "echo not here",
+    )
+    for name, printed in (("", "finished 980\n"), ("yes", "finished 980\nbatch cut-off\n")):
+        argv = ["bash", "-c", "\n".join(parts)]
+        played = subprocess.run(argv, env={"SIGNAL": name}, capture_output=True, text=True)
+        assert (played.returncode, played.stdout) == (0, printed), played.stderr
+    run.torn_down.touch()
+    assert batch.lines_of_no_attempt(environ) == "exit 0"

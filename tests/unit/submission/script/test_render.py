@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -548,9 +549,32 @@ def test_a_python_that_is_here_is_waited_for_but_in_a_container() -> None:
     assert wait not in _render(python="/not/here/python").text()
 
 
+def _teardown_of(*lines: str) -> str:
+    """Return the bash of a job's teardown: its function, and the call."""
+    rendering = _render(teardown=lines)
+    text = rendering.text()
+    begin = text.index("_tear_down() {")
+    return text[begin : text.index("\n}\n", begin) + 3] + rendering.block("teardown")
+
+
+@pytest.mark.parametrize("code", [0, 143])
+def test_a_teardown_that_slurm_ends_is_not_over(tmp_path: Path, code: int) -> None:
+    """Slurm may signal all processes of the job: one is killed, and the last line ends with 0."""
+    script = tmp_path / "script"
+    mark = tmp_path / "began"
+    lines = (f"touch {mark}; sleep 600 & trap 'kill $!; exit {code}' TERM; wait",)
+    script.write_text(f"_answer_of() {{ echo 60 finished; }}\n{_teardown_of(*lines)}")
+    env = {**os.environ, "HPC_DDP_RUN": str(tmp_path)}
+    with subprocess.Popen(["bash", script], env=env, start_new_session=True) as shell:
+        wait_until(mark.exists, "the teardown")
+        os.kill(shell.pid, signal.SIGTERM)
+        shell.wait()
+    assert not (tmp_path / "torn-down").exists()
+
+
 def test_clean_up_lines_have_the_scripts_name_and_variables(tmp_path: Path) -> None:
     lines = ('echo "$0 ${DIRS[1]} $HPC_DDP_VERDICT"; f', "exit 3")
-    block = _render(teardown=lines).block("teardown")
+    block = _teardown_of(*lines)
     state = "_answer_of() { echo 5 finished; }; f() { echo of f; }; DIRS=(a b)\n"
     argv = ["bash", "-c", f"{state}{block}", "/x/slurm_script"]
     env = {**os.environ, "HPC_DDP_RUN": str(tmp_path)}
@@ -567,7 +591,7 @@ def _sleeps(pid: int) -> bool:
 
 
 def test_a_teardown_ends_with_all_that_it_has_started() -> None:
-    block = _render(teardown=("sleep 600 & echo $!; sleep 600",)).block("teardown")
+    block = _teardown_of("sleep 600 & echo $!; sleep 600")
     argv = ["bash", "-c", f"_answer_of() {{ echo 1 failed; }}\n{block}"]
     played = subprocess.run(argv, capture_output=True, text=True)
     assert "the teardown has had its 1 s" in played.stderr
