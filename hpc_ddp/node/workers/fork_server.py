@@ -226,7 +226,7 @@ class _Server:
 
         trial = Trial()
         import_all(imports, self.output)
-        if file := find_hiding_file(folders, [*sys.modules, *names_looked_for()]):
+        if file := find_hiding_file(folders, sys.modules, names_looked_for()):
             raise UnfitError(f"{file} hides a module that is imported already")
         self.refusal = trial.await_failure()
 

@@ -52,10 +52,13 @@ def exists(top: str, folders: Sequence[Path]) -> bool:
     return spec is not None  # also a folder without an __init__.py
 
 
-def find_hiding_file(folders: Sequence[Path], loaded: Collection[str]) -> Path | None:
+def find_hiding_file(
+    folders: Sequence[Path], loaded: Collection[str], missing: Collection[str] = ()
+) -> Path | None:
     """Return the first file or folder in `folders` that Python would import in place of one of the
-    `loaded` modules, or of one that it imports at its start; None if there is none. ``hpc_ddp``
-    counts only in the first folder, the script's: the run's own comes before the others."""
+    `loaded` modules, of one that it imports at its start, or of the `missing` ones, which were
+    looked for in vain, and for which any folder counts; None if there is none. ``hpc_ddp`` counts
+    only in the first folder, the script's: the run's own comes before the others."""
     tops = {name.partition(".")[0] for name in loaded} - {"__main__"}
     tops |= {"sitecustomize", "usercustomize"}  # Python imports them at its start
     for folder in folders:
@@ -68,7 +71,9 @@ def find_hiding_file(folders: Sequence[Path], loaded: Collection[str]) -> Path |
             is_module = suffix in ("py", "pyc") or suffix.endswith("so")
             is_package = not suffix and any(Path(entry.path).glob("__init__.*"))
             is_ours = name == OURS and folder != folders[0]
-            if name in tops and (is_module or is_package) and not is_ours:
+            is_folder = not suffix and name in missing and entry.is_dir()
+            is_hiding = name in tops and (is_module or is_package) and not is_ours
+            if is_hiding or is_folder or (name in missing and is_module):
                 return Path(entry.path)
     return None
 

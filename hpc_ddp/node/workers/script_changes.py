@@ -7,7 +7,7 @@ import builtins
 import importlib
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import cache
 
 from hpc_ddp.core.job.variables import OF_A_RANK
@@ -154,9 +154,10 @@ def _may_run_anything(node: ast.AST, modules: Mapping[str, str]) -> bool:
         return True
     if module and module not in OF_TEXT and SETTERS.fullmatch(name):
         return True
-    takes_values = root in VALUES or module in OF_TEXT
     arguments = [*node.args, *(keyword.value for keyword in node.keywords)]
-    return not takes_values and any(uses_unread(argument, modules) for argument in arguments)
+    if module in OF_TEXT:  # argparse, say, calls a function that it gets as a type
+        return any(modules.get(getattr(argument, "id", "")) == "" for argument in arguments)
+    return root not in VALUES and any(uses_unread(argument, modules) for argument in arguments)
 
 
 def may_patch_torch(node: ast.AST, modules: Mapping[str, str]) -> bool:
@@ -245,6 +246,7 @@ def aliases_of(node: ast.stmt, modules: Mapping[str, str]) -> dict[str, str]:
     aliases: dict[str, str] = {}
     for target, text in pairs:
         parts = text.elts if isinstance(text, (ast.Tuple, ast.List)) else [text]
+        parts = text.values if isinstance(text, ast.Dict) else parts
         for root in [root for part in parts if (root := _root(part)) in modules]:
             aliases |= dict.fromkeys(_names_set(target), modules[root])
     return aliases
@@ -339,6 +341,8 @@ def escapes_of(tree: ast.AST) -> list[tuple[int, str]]:
     Left out are uses that only read it, or that `change_of` sees: ``os.environ["A"]``, ``"A" in
     os.environ``, ``os.environ.get``, ``dict(os.environ)``, ``for name in os.environ``."""
     parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+    own = {node.name for node in ast.walk(tree) if isinstance(node, DEFINITIONS)}
+    readers = {*READERS} - own
     escapes = []
     for node in ast.walk(tree):
         is_shared = _is_environ(node) or is_name(node, "path", "sys")
@@ -351,20 +355,24 @@ def escapes_of(tree: ast.AST) -> list[tuple[int, str]]:
             and parent.attr not in READS
             and getattr(parents[parent], "func", None) is not parent
         )
-        if not (is_method or isinstance(parent, READING) or _is_read(node, parent, parents)):
+        if not (
+            is_method or isinstance(parent, READING) or _is_read(node, parent, parents, readers)
+        ):
             escapes.append((node.lineno, ast.unparse(node)))  # type: ignore[attr-defined]
     return escapes
 
 
-def _is_read(node: ast.AST, parent: ast.AST, parents: Mapping[ast.AST, ast.AST]) -> bool:
+def _is_read(
+    node: ast.AST, parent: ast.AST, parents: Mapping[ast.AST, ast.AST], readers: Collection[str]
+) -> bool:
     """Return whether an expression, whose place in the tree `parent` and `parents` show, is only
-    read there: unpacked by ``**``, gone through by a loop, tested, or given to one of `READERS`."""
+    read there: unpacked by ``**``, gone through by a loop, tested, or given to one of `readers`."""
     if isinstance(parent, (ast.For, ast.AsyncFor)):
         return parent.iter is node
     if isinstance(parent, ast.keyword):
         call = parents[parent]
-        return parent.arg is None or (isinstance(call, ast.Call) and function_name(call) in READERS)
-    return isinstance(parent, ast.Call) and function_name(parent) in READERS
+        return parent.arg is None or (isinstance(call, ast.Call) and function_name(call) in readers)
+    return isinstance(parent, ast.Call) and function_name(parent) in readers
 
 
 def is_name(node: ast.AST, name: str, module: str = "") -> bool:

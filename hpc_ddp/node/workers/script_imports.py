@@ -55,7 +55,10 @@ WITH_TORCH = re.compile(
 # Functions that may change, at any time, what torch's compiler reads at its import: the working
 # directory, the CPUs, and, by a module that is not read here, variables. Modules that load such
 # modules, by a name or path.
-BEFORE_COMPILER = ("chdir", "sched_setaffinity", "cpu_affinity", "__import__", "exec")
+BEFORE_COMPILER = (
+    *("chdir", "fchdir", "sched_setaffinity", "cpu_affinity", "__import__", "exec"),
+    "entry_points",
+)
 LOADERS = re.compile(
     r"(importlib(?!\.(metadata|resources))|imp|pydoc|pkgutil|runpy|torch\.hub)\b.*"
 )
@@ -71,14 +74,15 @@ class UnfitError(Exception):
 
 class _Import(NamedTuple):
     """An import, in a `line`, of the module `name`, or of `parts` from that module, relative by
-    `level` dots (0: absolute). `is_certain` says that it always runs; one below an ``if`` may not,
-    say."""
+    `level` dots (0: absolute). `is_certain` says that it always runs, which one below an ``if``
+    may not; `is_tried` that it stands in a ``try``, and may fail."""
 
     name: str
     parts: tuple[str, ...]
     level: int
     line: int
     is_certain: bool
+    is_tried: bool
 
 
 class ScriptImports(NamedTuple):
@@ -196,7 +200,8 @@ class _Walk:
             ]
         if not (files or level or top in sys.stdlib_module_names):
             may_set = top == SETS_VARIABLES or not self._is_known(name)
-            self.delays_compiler |= may_set and exists(top, self.folders)
+            # A module that is not found is on a path that the script sets, or made by it.
+            self.delays_compiler |= may_set and (not step.is_tried or exists(top, self.folders))
         return files
 
     def _is_known(self, name: str) -> bool:
@@ -246,13 +251,16 @@ def _read(path: Path, is_script: bool) -> _Reading:
     reading = _Reading()
     early = _note_steps(tree, is_script, reading)
     modules: dict[str, str] = {}  # by the names that imports have bound, at any level
+    tried = _statements_in_try(tree)
     for node in ast.walk(tree):
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             reading.last_import = max(reading.last_import, node.lineno)
             modules |= bound_names(node)
             reading.delays_compiler |= any(map(LOADERS.fullmatch, bound_names(node).values()))
+            # The compiler puts another function in its place, which can't be pickled.
+            reading.delays_compiler |= any(a.name == "manual_seed" for a in node.names)
             if node not in early:
-                reading.late_imports += _split(node, is_certain=False)
+                reading.late_imports += _split(node, False, node in tried)
         elif change := change_of(node):
             reading.changes.append((node.lineno, change))  # type: ignore[attr-defined]
         if change := renaming_of(node):
@@ -265,7 +273,6 @@ def _read(path: Path, is_script: bool) -> _Reading:
         is_early = isinstance(node, ast.Call) and function_name(node) in BEFORE_COMPILER
         is_early |= is_name(node, "hub", "torch")
         is_early |= isinstance(node, ast.Constant) and bool(SETS_CPUS.search(str(node.value)))
-        # The compiler puts another function in the place of this one, which can't be pickled.
         is_early |= is_name(node, "manual_seed") and id(node) not in called
         if is_early or may_patch_torch(node, modules):  # the compiler notes torch's functions
             reading.delays_compiler = True
@@ -276,11 +283,12 @@ def _note_steps(tree: ast.Module, is_script: bool, reading: _Reading) -> set[ast
     """Append the steps at the top level of a file to those of `reading`; return the statements."""
     modules: dict[str, str] = {}  # by the names that imports have bound; '' for a function here
     statements: set[ast.stmt] = set()
+    tried = _statements_in_try(tree)
     for node, is_certain in _at_top_level(tree.body, is_script):
         statements.add(node)
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             modules |= bound_names(node)
-            reading.steps += _split(node, is_certain)
+            reading.steps += _split(node, is_certain, node in tried)
         elif any(may_change_anything(part, modules) for part in parts_that_run(node)) or any(
             uses_unread(part, modules) for part in parts_that_call(node)
         ):
@@ -291,12 +299,19 @@ def _note_steps(tree: ast.Module, is_script: bool, reading: _Reading) -> set[ast
     return statements
 
 
-def _split(node: ast.Import | ast.ImportFrom, is_certain: bool) -> list[_Import]:
+def _statements_in_try(tree: ast.Module) -> set[ast.AST]:
+    """Return the nodes in the bodies of ``try`` statements of a file."""
+    tries = [node for node in ast.walk(tree) if isinstance(node, ast.Try)]
+    return {inner for node in tries for part in node.body for inner in ast.walk(part)}
+
+
+def _split(node: ast.Import | ast.ImportFrom, is_certain: bool, is_tried: bool) -> list[_Import]:
     """Return the imports of a statement."""
+    place = node.lineno, is_certain, is_tried
     if isinstance(node, ast.Import):
-        return [_Import(alias.name, (), 0, node.lineno, is_certain) for alias in node.names]
+        return [_Import(alias.name, (), 0, *place) for alias in node.names]
     parts = tuple(alias.name for alias in node.names)
-    return [_Import(node.module or "", parts, node.level, node.lineno, is_certain)]
+    return [_Import(node.module or "", parts, node.level, *place)]
 
 
 def _at_top_level(
@@ -313,6 +328,8 @@ def _at_top_level(
     """
     for node in body:
         yield node, is_certain
+        if isinstance(node, ast.ClassDef):
+            yield from _at_top_level(node.body, is_script, is_certain)
         if isinstance(node, DEFINITIONS):
             continue
         if isinstance(node, ast.If) and NEVER_TRUE.fullmatch(ast.unparse(node.test)):

@@ -28,8 +28,16 @@ def test_a_file_hides_a_module(tmp_path: Path, name: str, is_hidden: bool) -> No
     )
 
 
-def test_some_modules_are_never_imported_ahead() -> None:
+def test_a_folder_may_hide_what_is_looked_for_in_vain(tmp_path: Path) -> None:
+    """A cloned repository is a package without an __init__.py."""
+    folder = tmp_path / "opt_einsum"
+    folder.mkdir()
+    assert find_hiding_file([tmp_path], ["torch"], ["cuda"]) is None
+    assert find_hiding_file([tmp_path], ["opt_einsum"]) is None
+    assert find_hiding_file([tmp_path], ["torch"], ["opt_einsum"]) == folder
+
+
+def test_packages_in_site_packages_are_installed() -> None:
     assert is_installed("numpy")
-    assert not is_installed("mpi4py")
     assert not is_installed("json")
     assert not is_installed("no_such_module")

@@ -277,6 +277,7 @@ def test_a_function_of_logging_or_warnings_is_a_setting_unless_it_only_writes(
         *("operator.setitem(os.environ, 'A', '2')", "env, args = os.environ, None"),
         *("(env := os.environ)['A'] = '2'", "list(map(os.environ.__setitem__, ['A'], ['2']))"),
         *("def f(): return sys.modules", "configure(variables=os.environ)"),
+        "def run(env=run(os.environ)): ...",
     ],
 )
 def test_a_change_that_could_go_unseen_is_refused(tmp_path: Path, line: str) -> None:
@@ -349,6 +350,8 @@ def test_what_the_compiler_depends_on_may_change_later(tmp_path: Path) -> None:
         ),
         *("a = torch.nn.functional; a.dropout = A", "for a in (0, torch.nn): a.Linear = A"),
         *("(a := torch.nn).Linear = A", "put(torch.nn, 'Linear')", "self.a.dropout = A"),
+        *("import not_there", "os.fchdir(3)", "from torch import manual_seed as seed"),
+        *("for a in entry_points(group='a'): a.load()", "os.system('numactl a')"),
         *("setattr(self.module, name, A)", "for a, name in PATCHES: setattr(a, name, A)"),
     ):
         helper = "from own import put\n" * ("put(" in line)
@@ -367,7 +370,10 @@ def test_what_is_set_of_other_objects_leaves_the_compiler(tmp_path: Path) -> Non
             "self.__dict__.update(a=1)",
         ),
         *("print(torch.float32)", "from importlib.metadata import version"),
-        "torch.backends.cuda.matmul.allow_tf32 = True",
+        *(
+            "torch.backends.cuda.matmul.allow_tf32 = True",
+            "try: import not_there\n    except A: pass",
+        ),
     ):
         text = f"import torch\nclass A:\n  def main(self, args, model, name):\n    {line}\n"
         script.write_text(text)
