@@ -341,8 +341,8 @@ def escapes_of(tree: ast.AST) -> list[tuple[int, str]]:
     Left out are uses that only read it, or that `change_of` sees: ``os.environ["A"]``, ``"A" in
     os.environ``, ``os.environ.get``, ``dict(os.environ)``, ``for name in os.environ``."""
     parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
-    own = {node.name for node in ast.walk(tree) if isinstance(node, DEFINITIONS)}
-    readers = {*READERS} - own
+    defined = {node.name for node in ast.walk(tree) if isinstance(node, DEFINITIONS)}
+    readers = {*READERS} - defined
     escapes = []
     for node in ast.walk(tree):
         is_shared = _is_environ(node) or is_name(node, "path", "sys")
