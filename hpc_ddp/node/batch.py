@@ -278,12 +278,10 @@ def lines_of_no_attempt(environ: dict[str, str]) -> str:
 
 def main(argv: list[str]) -> int:
     """Run the command of the batch script that `argv` names, see `_call`; return its exit code.
-    SIGTERM has no effect on this process.
 
     The batch shell ends with the code of ``first-job``, ``begin``, ``verdict`` or ``failed`` where
     that is not 0: `attempt_end.prepare_failed_end` keeps Slurm from holding or requeueing such a
     job, if need be by another exit code."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # of a preemption: the batch shell notes it
     environ = dict(os.environ)
     code = _call(argv, environ)
     if code and argv[:1] in (["first-job"], ["begin"], ["verdict"], ["failed"]):
@@ -313,6 +311,7 @@ def _call(argv: list[str], environ: dict[str, str]) -> int:
         match argv:
             case ["first-job"]:
                 run = run_of_job(environ)
+                patiently(run.job_json.read_bytes)  # a disk that is away has no attempts
                 starts = patiently(partial(first_job.count_starts, run))
                 variables = partial(first_job.variables, run, starts, environ)
                 answer(export_lines(patiently(variables)))

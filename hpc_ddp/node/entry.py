@@ -6,6 +6,7 @@ working directory, where a user's ``json.py`` or another ``hpc_ddp`` may lie.
 
 import importlib
 import os
+import signal
 import sys
 
 
@@ -53,6 +54,8 @@ if __name__ == "__main__":
             break
         place += 1
     sys.path.insert(place - 1, sys.path.pop(0))
+    if sys.argv[1] == "batch":  # Slurm may signal all processes at a preemption, or a requeue
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
         part = importlib.import_module(f"hpc_ddp.node.{sys.argv[1]}")
     except (ImportError, OSError):

@@ -339,9 +339,9 @@ class Supervisor:
             wait_for_files(self.launch.peers, PEERS_S)
 
     def _write(self, write_file: Callable[[], object]) -> None:
-        """Call `write_file`, again while it fails and the job has time; print the last OSError."""
+        """Call `write_file`, again for 15 minutes where it fails; print the last OSError."""
         try:
-            patiently(write_file, (self.end_time or math.inf) - time.time() - 60)
+            patiently(write_file, min(900.0, (self.end_time or math.inf) - time.time() - 30))
         except OSError as error:  # the verdict will count this supervisor among the silent ones
             say(f"{self.launch.name} can't record how it ended: {error}")
 

@@ -57,6 +57,7 @@ OWN = (
     *("self", "cls", "args", "arguments", "opt", "opts", "cfg", "config", "conf", "hparams"),
     *("params", "model", "net", "network", "optimizer", "criterion"),
 )
+SETTINGS_OF_TORCH = re.compile(r"\bbackends\b|\b_(dynamo|inductor)\.config\b")
 OF_DICT = re.compile(r"\.__(dict|setattr)__\b")  # these functions set attributes
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 STATEMENTS = (ast.Expr, ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Delete)
@@ -64,7 +65,7 @@ READS = ("get", "copy", "items", "keys", "values", "__contains__", "__getitem__"
 # Places of an expression, and functions, that only read it.
 READING = (
     *(ast.Subscript, ast.Compare, ast.Starred, ast.comprehension, ast.FormattedValue),
-    *(ast.BinOp, ast.Dict, ast.Expr, ast.If, ast.While),
+    *(ast.BinOp, ast.Expr, ast.If, ast.While),
 )
 READERS = (
     *("dict", "print", "pprint", "len", "list", "tuple", "set", "sorted", "str", "repr", "any"),
@@ -164,8 +165,8 @@ def may_patch_torch(node: ast.AST, modules: Mapping[str, str]) -> bool:
     """Return whether a node may set an attribute of torch or of its modules and classes: by a name
     that an import has bound, by ``vars`` and ``__dict__``, by ``setattr`` of any object but those
     with names of `OWN`, or, of any but these, under a name that a function or method of torch has.
-    An import of unittest, whose mocks do so, counts as well; settings of ``torch.backends`` do not.
-    `modules` is as in `may_change_anything`."""
+    An import of unittest, whose mocks do so, counts as well; `SETTINGS_OF_TORCH` do not. `modules`
+    is as in `may_change_anything`."""
     if isinstance(node, (ast.Import, ast.ImportFrom)):
         return any(path.partition(".")[0] == "unittest" for path in bound_names(node).values())
     target: ast.AST | None = None
@@ -181,7 +182,7 @@ def may_patch_torch(node: ast.AST, modules: Mapping[str, str]) -> bool:
         return False
     paths = [modules.get(name, "") for name in _base_names(target)]
     is_of_torch = any(path.partition(".")[0] == "torch" for path in paths)
-    is_setting = "backends" in " ".join((ast.unparse(target), *paths))
+    is_setting = bool(SETTINGS_OF_TORCH.search(" ".join((ast.unparse(target), *paths))))
     return is_suspect or (is_of_torch and not is_setting)
 
 
@@ -189,9 +190,9 @@ def may_patch_torch(node: ast.AST, modules: Mapping[str, str]) -> bool:
 def _functions_of_torch() -> frozenset[str]:
     """Return the names of the functions and classes of torch on which its compiler may depend, and
     of the methods of its modules and optimizers."""
-    torch = importlib.import_module("torch")  # the fork server has it
-    places = (torch, torch.nn, torch.nn.functional, torch.nn.init, torch.optim, torch.autograd)
-    owners = (*places, torch.nn.Module, torch.optim.Optimizer)
+    names = ("torch", "torch.nn", "torch.optim")  # the fork server has them
+    torch, nn, optim = map(importlib.import_module, names)
+    owners = (torch, torch.autograd, nn, nn.functional, nn.init, nn.Module, optim, optim.Optimizer)
     return frozenset(n for owner in owners for n, part in vars(owner).items() if callable(part))
 
 
@@ -341,8 +342,7 @@ def escapes_of(tree: ast.AST) -> list[tuple[int, str]]:
     Left out are uses that only read it, or that `change_of` sees: ``os.environ["A"]``, ``"A" in
     os.environ``, ``os.environ.get``, ``dict(os.environ)``, ``for name in os.environ``."""
     parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
-    defined = {node.name for node in ast.walk(tree) if isinstance(node, DEFINITIONS)}
-    readers = {*READERS} - defined
+    readers = {*READERS} - {n.name for n in ast.walk(tree) if isinstance(n, DEFINITIONS)}
     escapes = []
     for node in ast.walk(tree):
         is_shared = _is_environ(node) or is_name(node, "path", "sys")
@@ -369,6 +369,8 @@ def _is_read(
     read there: unpacked by ``**``, gone through by a loop, tested, or given to one of `readers`."""
     if isinstance(parent, (ast.For, ast.AsyncFor)):
         return parent.iter is node
+    if isinstance(parent, ast.Dict):  # {**os.environ}
+        return parent.keys[parent.values.index(node)] is None  # type: ignore[arg-type]
     if isinstance(parent, ast.keyword):
         call = parents[parent]
         return parent.arg is None or (isinstance(call, ast.Call) and function_name(call) in readers)

@@ -46,6 +46,7 @@ from hpc_ddp.node.workers.script_changes import (
 )
 
 MOST_FILES = 500  # of the script's own modules, which are read as well
+MOST_BYTES = 2_000_000  # of all these files: reading more takes as long as the imports
 TRAINING = re.compile(rf"{OURS}[.:]training\b")
 # Modules, and parts of modules, that are torch's or import it.
 WITH_TORCH = re.compile(
@@ -59,9 +60,8 @@ BEFORE_COMPILER = (
     *("chdir", "fchdir", "sched_setaffinity", "cpu_affinity", "__import__", "exec"),
     "entry_points",
 )
-LOADERS = re.compile(
-    r"(importlib(?!\.(metadata|resources))|imp|pydoc|pkgutil|runpy|torch\.hub)\b.*"
-)
+LOADERS = re.compile(r"(importlib(?!\.(metadata|resources))|imp|pydoc|pkgutil|runpy)\b.*")
+LOADS_OF_HUB = re.compile(r"\bhub\.(load|list|help)$")  # of torch, which run its hubconf.py
 SETS_CPUS = re.compile(r"\b(taskset|numactl)\b")  # programs
 SETS_VARIABLES = "hydra"  # from a YAML file, which is not read here
 NEVER_TRUE = re.compile(r"(\w+\.)?TYPE_CHECKING")
@@ -143,6 +143,7 @@ class _Walk:
     change: str = ""  # the place of the first statement that may change anything
     late_imports: list[tuple[Path, _Import]] = field(default_factory=list)  # with their files
     delays_compiler: bool = False
+    bytes: int = 0  # of the files that were read
 
     def enter(self, path: Path, is_certain: bool) -> None:
         """Read the file `path` and follow its imports; do nothing if the file has been read before.
@@ -176,6 +177,9 @@ class _Walk:
             return _Reading()
         if len(self.entered) > MOST_FILES:
             raise UnfitError(f"it has more than {MOST_FILES} modules of its own")
+        self.bytes += path.stat().st_size if path.exists() else 0
+        if self.bytes > MOST_BYTES:
+            raise UnfitError(f"its own modules have more than {MOST_BYTES / 1e6:.0f} MB")
         self.entered.add(path)
         reading = _read(path, is_script=path == self.script)
         if reading.changes:
@@ -271,7 +275,7 @@ def _read(path: Path, is_script: bool) -> _Reading:
         if isinstance(node, ast.Call) and (name := setting_of(node, modules)):
             reading.settings.append((node.lineno, f"a setting by {name}"))
         is_early = isinstance(node, ast.Call) and function_name(node) in BEFORE_COMPILER
-        is_early |= is_name(node, "hub", "torch")
+        is_early |= isinstance(node, ast.Attribute) and bool(LOADS_OF_HUB.search(ast.unparse(node)))
         is_early |= isinstance(node, ast.Constant) and bool(SETS_CPUS.search(str(node.value)))
         is_early |= is_name(node, "manual_seed") and id(node) not in called
         if is_early or may_patch_torch(node, modules):  # the compiler notes torch's functions

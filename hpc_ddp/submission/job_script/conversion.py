@@ -22,6 +22,7 @@ STARTS_PYTHON = (
 )
 DELETES = "it deletes something: setup or teardown, if needed"
 PLACEHOLDER = "a placeholder: write your own"
+BLANK_VALUE = "bash takes no value behind a blank: NAME=VALUE; a secret is exported in your shell"
 VERDICT = "hpc-ddp says how the launch ended, and ends the job by that"
 TRAINS_BEHIND = "it may start a training: name its program in script, or submit it as its own job"
 PRINTS = re.compile(

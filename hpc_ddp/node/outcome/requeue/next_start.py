@@ -82,11 +82,15 @@ class EndedStart:
 
     def queue_new_job(self, give_up: float) -> JobRef | None:
         """Queue a new job that continues the run, and return it; None where Slurm refuses it, or
-        does not answer until `give_up`, which is printed. Raise OSError as `queue_next_link`, and
-        as `queue_link_in_vain` without an attempt."""
+        does not answer until `give_up`, which is printed, and, without an
+        attempt, where the disk refuses its record. Raise OSError as `queue_next_link`."""
         if self.attempt:
             return queue_next_link(self.run, self.attempt, self.environ, give_up)
-        return queue_link_in_vain(self.run, self.environ, give_up)
+        try:
+            return queue_link_in_vain(self.run, self.environ, give_up)
+        except OSError as error:  # no room for its record: a requeue needs none
+            say(str(error))
+            return None
 
 
 def last_moment(attempt: AttemptFolder, environ: Mapping[str, str]) -> float:

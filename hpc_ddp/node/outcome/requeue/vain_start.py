@@ -21,7 +21,7 @@ from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node.outcome.bounds import PAUSES_S
 from hpc_ddp.node.outcome.requeue.attempt_end import noted_restarts
 from hpc_ddp.node.outcome.requeue.chain import command_to_go_on, record_vain_start
-from hpc_ddp.node.outcome.requeue.next_start import EndedStart, ask_about_job, go_on
+from hpc_ddp.node.outcome.requeue.next_start import VERDICT_S, EndedStart, ask_about_job, go_on
 
 AWAY_S = 900.0  # within which a disk comes back, as after a failover of its server
 
@@ -74,7 +74,7 @@ def _start_again(environ: dict[str, str], pauses_s: Sequence[float] = (0.0,)) ->
         return _leave_to_the_user(environ)
     try:
         run = run_of_job(environ)
-        left_s = float(environ.get("HPC_DDP_END_TIME") or math.inf) - time.time() - 60
+        left_s = float(environ.get("HPC_DDP_END_TIME") or math.inf) - time.time() - VERDICT_S
         patience_s = min(AWAY_S, left_s)
         spec = JobSpec.from_json(patiently(run.job_json.read_bytes, patience_s))
         start = patiently(partial(_this_start, run, spec, environ), patience_s)

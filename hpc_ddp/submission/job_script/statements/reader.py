@@ -88,6 +88,8 @@ class Reader(BranchReading):
         text, kinds = source(node), {child.type for child in node.named_children}
         exported = bool(re.match(r"export\b|\w+\s+-\w*x", text)) or self._exports_all
         start = re.match(r"\w+\s+(-\w+\s+)*(?=\w+=)", text)  # all before the first assignment
+        if self._refuse_blank_value(node):
+            return
         if re.match(r"\w+\s+(-\w+\s+)*-\w*[Afilun]", text) or "variable_" not in str(kinds):
             self._add(node)
         elif "concatenation" in kinds and start:  # tree-sitter reads "a"b=$c"d" as two words here
@@ -315,8 +317,8 @@ class Reader(BranchReading):
         """Put the definition of each function that is read where it is called back before the first
         statement that calls it and is no launch: ``run`` of ``run module load a``."""
         for definition in self.called:
-            calls = (i for i, s in enumerate(self.statements) if calls(s, definition.defines))
-            if (index := next(calls, None)) is not None:
+            indexes = (i for i, s in enumerate(self.statements) if calls(s, definition.defines))
+            if (index := next(indexes, None)) is not None:
                 self.statements.insert(index, definition)
 
     def _find_reporting_functions(self) -> set[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -17,7 +18,7 @@ from hpc_ddp.submission.job_script.bash.scope import Scope
 from hpc_ddp.submission.job_script.bash.syntax import Node, source
 from hpc_ddp.submission.job_script.bash.words import Part, Word, literal
 from hpc_ddp.submission.job_script.bash.written_texts import write_texts
-from hpc_ddp.submission.job_script.conversion import LOST, TAKEN, Mark
+from hpc_ddp.submission.job_script.conversion import BLANK_VALUE, LOST, TAKEN, Mark
 from hpc_ddp.submission.job_script.launchers.launch import Launch
 from hpc_ddp.submission.job_script.launchers.read import read_launch
 from hpc_ddp.submission.job_script.statements.loaded_texts import forget_loaded_names, note_doubts
@@ -30,6 +31,9 @@ from hpc_ddp.submission.job_script.statements.statement import (
 
 OF_ARGUMENTS = "it uses the job script's own arguments"
 _OF_SHELL = ("", "set", "shift", "getopts", "eval", "trap", "return", "exit")
+
+# An empty value, and behind a blank what looks like the value: no name, and no other assignment.
+_BLANK_VALUE = re.compile(r"\b\w+=\s+(?!\w+=)(?![A-Za-z_]{1,15}(?:\s|$))[\w<\[\"'/]")
 
 
 class Reading(ABC):
@@ -139,6 +143,14 @@ class Reading(ABC):
             self._settle_arguments(statement, node)
         self.statements.append(statement)
         return statement
+
+    def _refuse_blank_value(self, node: Node) -> bool:
+        """Return whether an ``export``, say, has a value behind a blank, which bash does not take,
+        as in ``export KEY= abc``; then append it as lost: the value may be a secret."""
+        has_blank = bool(_BLANK_VALUE.search(source(node)))
+        if has_blank:
+            self._add(node, lost=BLANK_VALUE)
+        return has_blank
 
     def _variable_assignment(self, node: Node, exported: bool = False) -> None:
         """Append an assignment, and set its variable in the scope. It is exported also by an

@@ -46,6 +46,10 @@ _SUFFIX = re.compile(
 )
 
 
+# A variable that a line's text reads, also in quotes, by printenv, and by Python.
+_READS = re.compile(r"(?:\$\{?|environ\W+|getenv\W+|\bprintenv\s+)([A-Z]\w*)")
+
+
 class Fate(NamedTuple):
     """The fate of a statement: its group (TAKEN, OURS or LOST); the reason, for TAKEN mostly a key
     of the project file; and the set-up or clean-up line that it becomes, '' for none."""
@@ -205,6 +209,8 @@ class Sorter:
         (`is_after`)."""
         functions = self._refusals.functions
         self._needed |= {name for s in with_functions(statement, functions) for name in s.names}
+        # Also in the quoted text of another shell, or by a program of the line.
+        self._needed |= {name for name in _READS.findall(statement.text) if is_of_hpc_ddp(name)}
         has_moves = any(s.first in ("cd", "pushd") for s in self._statements)
         folder = "" if has_moves else self._start  # '': relative paths are not known
         of_files = frozenset() if is_after else names_of_files(statement, folder)

@@ -199,7 +199,7 @@ def test_no_new_job_is_queued_that_nothing_would_bound(
         monkeypatch.setenv(name, value)
     assert batch.main(["cut-off"]) == CAN_GO_ON
     assert controller.calls("sbatch") == []
-    assert printed[-1] == f"once it can: hpc-ddp submit --run {run.path}"
+    assert printed[-1] == f"could not be requeued; go on with: hpc-ddp submit --run {run.path}"
 
 
 @pytest.mark.parametrize("state", ["PENDING", "CANCELLED", "FAILED"])

@@ -371,7 +371,8 @@ def test_what_is_set_of_other_objects_leaves_the_compiler(tmp_path: Path) -> Non
         ),
         *("print(torch.float32)", "from importlib.metadata import version"),
         *(
-            "torch.backends.cuda.matmul.allow_tf32 = True",
+            *("torch.backends.cuda.matmul.allow_tf32 = True", "torch._inductor.config.a = 1"),
+            "torch.hub.load_state_dict_from_url('a')",
             "try: import not_there\n    except A: pass",
         ),
     ):
