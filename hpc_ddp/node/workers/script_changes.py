@@ -190,8 +190,7 @@ def may_patch_torch(node: ast.AST, modules: Mapping[str, str]) -> bool:
 def _functions_of_torch() -> frozenset[str]:
     """Return the names of the functions and classes of torch on which its compiler may depend, and
     of the methods of its modules and optimizers."""
-    names = ("torch", "torch.nn", "torch.optim")  # the fork server has them
-    torch, nn, optim = map(importlib.import_module, names)
+    torch, nn, optim = map(importlib.import_module, ("torch", "torch.nn", "torch.optim"))
     owners = (torch, torch.autograd, nn, nn.functional, nn.init, nn.Module, optim, optim.Optimizer)
     return frozenset(n for owner in owners for n, part in vars(owner).items() if callable(part))
 
