@@ -369,7 +369,7 @@ def _is_read(
     if isinstance(parent, (ast.For, ast.AsyncFor)):
         return parent.iter is node
     if isinstance(parent, ast.Dict):  # {**os.environ}
-        return parent.keys[parent.values.index(node)] is None  # type: ignore[arg-type]
+        return parent.keys[parent.values.index(node)] is None or not _is_environ(node)  # type: ignore[arg-type]
     if isinstance(parent, ast.keyword):
         call = parents[parent]
         return parent.arg is None or (isinstance(call, ast.Call) and function_name(call) in readers)

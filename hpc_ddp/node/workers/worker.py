@@ -201,7 +201,7 @@ def resume_args() -> list[str]:
         return []
     if not path or note_checkpoint():
         return shlex.split(words)
-    if files := glob.glob(path):
+    if files := glob.glob(os.path.expandvars(path)):
         text = f"hpc-ddp: {files[0]} is older than this run: the script begins anew"
         print(text, file=sys.stderr, flush=True)
     return []
@@ -215,11 +215,11 @@ def note_checkpoint(waits: bool = True) -> bool:
     That one was there is noted in the folder of that attempt (`RESUMABLE`). With `waits` it is then
     waited for, `PATIENCE_S` at most: a disk may be away, and the script would begin anew over its
     checkpoint. Exit the process with 1 where it stays away. Raise KeyError without HPC_DDP_RUN."""
-    path, first_attempt = (os.environ.get(f"HPC_DDP_{n}") for n in ("RESUME_IF", "FIRST_ATTEMPT"))
+    path = os.path.expandvars(os.environ.get("HPC_DDP_RESUME_IF", ""))  # with $HPC_DDP_RUN, say
     if not path:
         return False
     run = os.environ["HPC_DDP_RUN"]
-    folder = os.path.join(run, "logs", f"attempt-{first_attempt or 0}")
+    folder = os.path.join(run, "logs", f"attempt-{os.environ.get('HPC_DDP_FIRST_ATTEMPT') or 0}")
     note = os.path.join(folder, RESUMABLE)
     give_up = time.monotonic() + PATIENCE_S
     while True:

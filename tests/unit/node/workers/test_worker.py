@@ -133,6 +133,10 @@ def test_a_checkpoint_that_was_there_is_waited_for(
     clock = stop_clock(monkeypatch, worker)
     assert worker.resume_args() == []  # the first attempt had none
     (disk / "a.pt").touch()
+    with monkeypatch.context() as given:  # as an argument of the script has it
+        given.setenv("HPC_DDP_RESUME_IF", "$HPC_DDP_RUN/disk/*.pt")
+        assert worker.resume_args() == ["--resume"]
+        (tmp_path / "logs" / "attempt-0" / worker.RESUMABLE).unlink()
     assert worker.note_checkpoint(waits=False)  # by the supervisor, at an attempt's end
     disk.rename(tmp_path / "away")
     assert not worker.note_checkpoint(waits=False)
