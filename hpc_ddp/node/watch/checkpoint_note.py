@@ -9,11 +9,11 @@ from contextlib import suppress
 
 from hpc_ddp.node.workers.worker import note_checkpoint
 
-PAUSE_S = 60.0
+PAUSE_S = 5.0
 
 
 def watch_checkpoint() -> None:
-    """Begin to look each minute, in a thread, for the checkpoint, until one is noted
+    """Begin to look every few seconds, in a thread, for the checkpoint, until one is noted
     (`note_checkpoint`): a node that is lost makes no note at its end. The disk may hang, and must
     not hold up the supervisor. Do nothing without HPC_DDP_RESUME_IF."""
     if os.environ.get("HPC_DDP_RESUME_IF"):
