@@ -12,7 +12,7 @@ import ast
 import math
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -253,9 +253,9 @@ def _read(path: Path, is_script: bool) -> _Reading:
     except (OSError, SyntaxError, ValueError) as error:
         raise UnfitError(f"{path.name} can't be read: {error}") from None
     reading = _Reading()
-    early = _note_steps(tree, is_script, reading)
-    modules: dict[str, str] = {}  # by the names that imports have bound, at any level
     tried = _statements_in_try(tree)
+    early = _note_steps(tree, is_script, reading, tried)
+    modules: dict[str, str] = {}  # by the names that imports have bound, at any level
     for node in ast.walk(tree):
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             reading.last_import = max(reading.last_import, node.lineno)
@@ -283,11 +283,13 @@ def _read(path: Path, is_script: bool) -> _Reading:
     return reading
 
 
-def _note_steps(tree: ast.Module, is_script: bool, reading: _Reading) -> set[ast.stmt]:
-    """Append the steps at the top level of a file to those of `reading`; return the statements."""
+def _note_steps(
+    tree: ast.Module, is_script: bool, reading: _Reading, tried: Set[ast.AST]
+) -> set[ast.stmt]:
+    """Append the steps at the top level of a file to those of `reading`; return the statements.
+    `tried` has the nodes in a ``try`` (`_statements_in_try`)."""
     modules: dict[str, str] = {}  # by the names that imports have bound; '' for a function here
     statements: set[ast.stmt] = set()
-    tried = _statements_in_try(tree)
     for node, is_certain in _at_top_level(tree.body, is_script):
         statements.add(node)
         if isinstance(node, (ast.Import, ast.ImportFrom)):

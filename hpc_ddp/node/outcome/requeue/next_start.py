@@ -169,9 +169,7 @@ def _start_again(start: EndedStart, last_answer: Job | None, give_up: float) -> 
             continue
         if job.restarts != start.restarts or not run.is_newest(start.newest):
             if may_be_done and job.restarts == start.restarts + 1:  # by the try without an answer
-                if changes is None:
-                    changes = _changes_of_next(start, job, give_up)
-                change_job(job_id, changes)
+                _change_next(start, job, give_up, changes)
                 return 0
             say(f"job {job_id} was started again, or its run goes on elsewhere: left alone")
             return 0
@@ -210,9 +208,7 @@ def _start_again(start: EndedStart, last_answer: Job | None, give_up: float) -> 
             except HpcDdpError as error:
                 say(error.message)
             else:
-                if changes is None:
-                    changes = _changes_of_next(start, job, give_up)
-                change_job(job_id, changes)
+                _change_next(start, job, give_up, changes)
                 return 0  # at once: Slurm would wait KillWait for a shell that lives on
         # Slurm also refuses where the job was requeued, or cancelled, a moment ago: a new job
         # would then run beside the old one. So the next round asks before it queues one.
@@ -231,6 +227,14 @@ def is_over(job: Job) -> bool:
     is_taken_away = job.preempted or job.reason == "TimeLimit"
     has_ended = job.is_cancelled or (job.state in HAS_NO_NODES and job.state != "COMPLETING")
     return has_ended and not is_taken_away
+
+
+def _change_next(
+    start: EndedStart, job: Job, give_up: float, changes: list[JobChange] | None
+) -> None:
+    """Make the `changes` of the requeued job; with None, those of `_changes_of_next`, whose errors
+    are raised."""
+    change_job(start.job_id, _changes_of_next(start, job, give_up) if changes is None else changes)
 
 
 def _changes_of_next(start: EndedStart, job: Job, give_up: float) -> list[JobChange]:

@@ -34,10 +34,14 @@ def _fill_disk(monkeypatch: pytest.MonkeyPatch, run: RunFolder, error: int = err
     monkeypatch.setattr(RunFolder, "_make_attempt", refuse)
 
 
-def _begin(monkeypatch: pytest.MonkeyPatch, run: RunFolder, **values: str) -> int:
+def _call(monkeypatch: pytest.MonkeyPatch, run: RunFolder, *argv: str, **values: str) -> int:
     for name, value in job_environ(run, **values).items():
         monkeypatch.setenv(name, value)
-    return batch.main(["begin"])
+    return batch.main([*argv])
+
+
+def _begin(monkeypatch: pytest.MonkeyPatch, run: RunFolder, **values: str) -> int:
+    return _call(monkeypatch, run, "begin", **values)
 
 
 @pytest.fixture
@@ -142,9 +146,7 @@ def test_where_a_requeue_is_refused_a_new_job_goes_on(
     _refuse_requeue(controller)
     with monkeypatch.context() as full:
         _fill_disk(full, run)
-        for name, value in job_environ(run).items():
-            full.setenv(name, value)
-        assert batch.main([cause]) == 0
+        assert _call(full, run, cause) == 0
     assert printed[-3:] == [
         "scontrol refused: disabled",
         "it goes on as job 8",
@@ -167,9 +169,7 @@ def test_starts_in_vain_are_counted_over_jobs(
 ) -> None:
     _refuse_requeue(controller)
     write_json(run.vain_jobs, {"4": 1, "5": 1, "6": 1})
-    for name, value in job_environ(run).items():
-        monkeypatch.setenv(name, value)
-    assert batch.main(["cut-off"]) == CAN_GO_ON
+    assert _call(monkeypatch, run, "cut-off") == CAN_GO_ON
     assert printed[1:] == [
         "the job was requeued 0 times, 4 starts came to nothing",
         f"once it can: hpc-ddp submit --run {run.path}",
@@ -182,9 +182,7 @@ def test_preemptions_before_an_attempt_are_not_bounded(
 ) -> None:
     write_spec(run, max_failures=0)
     answer_scontrol(controller, show_job(preempted="2026-11-21T10:00:30"))
-    for name, value in job_environ(run).items():
-        monkeypatch.setenv(name, value)
-    assert batch.main(["cut-off"]) == 0
+    assert _call(monkeypatch, run, "cut-off") == 0
     assert ["requeue", "7"] in controller.calls("scontrol")
     assert printed == ["Slurm ends the job before its attempt"]
     assert read_json(run.vain_jobs) == {"7": 0}
@@ -195,9 +193,7 @@ def test_no_new_job_is_queued_that_nothing_would_bound(
 ) -> None:
     _refuse_requeue(controller)
     monkeypatch.setattr(chain, "write_json", raise_disk_full)
-    for name, value in job_environ(run).items():
-        monkeypatch.setenv(name, value)
-    assert batch.main(["cut-off"]) == CAN_GO_ON
+    assert _call(monkeypatch, run, "cut-off") == CAN_GO_ON
     assert controller.calls("sbatch") == []
     assert printed[-1] == f"could not be requeued; go on with: hpc-ddp submit --run {run.path}"
 
@@ -306,12 +302,6 @@ def test_a_job_that_is_over_is_not_requeued_for_its_disk(
         "interactive": f"once it can: hpc-ddp submit --run {run.path}",
     }[reason]
     assert line in printed
-
-
-def _call(monkeypatch: pytest.MonkeyPatch, run: RunFolder, *argv: str, **values: str) -> int:
-    for name, value in job_environ(run, **values).items():
-        monkeypatch.setenv(name, value)
-    return batch.main([*argv])
 
 
 @pytest.mark.parametrize("is_away", [True, False])
