@@ -35,8 +35,8 @@ from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.job.variables import OF_A_RANK
 from hpc_ddp.node.workers.forked_script import ForkedScript, is_main_kept, wipe_main_first
 from hpc_ddp.node.workers.module_files import find_hiding_file, own_folders
-from hpc_ddp.node.workers.preload import forget_rank, import_all, name_of_plugin, names_looked_for
-from hpc_ddp.node.workers.script_imports import UnfitError, imports_of
+from hpc_ddp.node.workers.preload import MISSING, forget_rank, import_all, name_of_plugin
+from hpc_ddp.node.workers.script_imports import UnfitError, modules_ahead
 from hpc_ddp.node.workers.worker import (
     OF_AN_MPI_TASK,
     die_with_parent,
@@ -221,12 +221,12 @@ class _Server:
         if plugin := name_of_plugin(self.environ):
             raise UnfitError(f"torch loads {plugin} at its import")
         folders = own_folders(Path(self.script[0]))
-        imports = imports_of(Path(self.script[0]), folders)
+        names = modules_ahead(Path(self.script[0]), folders, self.script[1:])
         from hpc_ddp.node.workers.device_check import Trial
 
         trial = Trial()
-        import_all(imports, self.output)
-        if file := find_hiding_file(folders, sys.modules, names_looked_for()):
+        import_all(names, self.output)
+        if file := find_hiding_file(folders, sys.modules, MISSING):
             raise UnfitError(f"{file} hides a module that is imported already")
         self.refusal = trial.await_failure()
 

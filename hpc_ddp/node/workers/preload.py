@@ -14,10 +14,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib.metadata import entry_points
-from typing import Any, ClassVar
+from typing import Any
 
 from hpc_ddp.core.job.variables import OF_A_RANK
-from hpc_ddp.node.workers.script_imports import ScriptImports, UnfitError
+from hpc_ddp.node.workers.script_imports import UnfitError
 from hpc_ddp.node.workers.worker import is_of_mpi_task
 
 NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"  # `is_available` at an import starts no driver
@@ -27,24 +27,18 @@ RANK_NAMES = re.compile(
     r"|SLURM_NTASKS_PER_NODE|PMI\w*_RANK|OMPI_COMM_WORLD_\w+"
 )
 DEVICE_FILES = ("/dev/nvidia", "/dev/kfd", "/dev/dri", "/dev/infiniband", "/dev/davinci")
-# Modules that an optimizer and DDP import when they are first used.
-COMPILER = "torch._dynamo"
-ALWAYS = ("torch.distributed", COMPILER, "torch.utils.data", "torch.nn.parallel")
+MISSING: set[str] = set()  # names of modules that imports have looked for in vain
 THREADS = "/proc/self/task"
 ENDING_S = 1.0  # of a thread that has been joined
 
 
-def import_all(imports: ScriptImports, output: int) -> None:
-    """Import the modules of `ALWAYS`, and ``hpc_ddp.training`` for a script that uses it; but not
-    torch's compiler for a script that `imports` says may change by then what it depends on. The
-    imports' output goes to the file descriptor `output`.
+def import_all(names: Sequence[str], output: int) -> None:
+    """Import the modules of these names; their output goes to the file descriptor `output`.
 
     Raise UnfitError where an import fails, or leaves something that a fork does not survive, or
     that a worker would not have from its own import, as a plugin of torch may do: a changed
     `_process_state`, an open device, a thread.
     """
-    names = [name for name in ALWAYS if name != COMPILER or not imports.delays_compiler]
-    names += ["hpc_ddp.training"] if imports.uses_training else []
     before = _process_state()
     with _redirect_output(output), _ask_nvml_alone():
         for name in names:
@@ -52,6 +46,9 @@ def import_all(imports: ScriptImports, output: int) -> None:
                 importlib.import_module(name)
             except BaseException as error:
                 raise UnfitError(f"the import of {name} has failed: {error!r}") from None
+    if random := sys.modules.get("torch.random"):
+        # The compiler puts a function in the place of this one that can't be pickled.
+        vars(sys.modules["torch"])["manual_seed"] = vars(random)["manual_seed"]
     for title, part in _process_state().items():
         if part != before[title]:
             raise UnfitError(f"an import has changed {title}")
@@ -174,9 +171,9 @@ def name_of_plugin(environ: Mapping[str, str]) -> str:
 
 @contextlib.contextmanager
 def record_missing_modules() -> Iterator[None]:
-    """Inside the block, also in processes that it forks, record the names of modules that imports
-    look for in vain, for `names_looked_for`."""
-    finder: Any = _Missing()
+    """Inside the block, also in processes that it forks, record in `MISSING` the names of modules
+    that imports look for in vain."""
+    finder: Any = _Recorder()
     sys.meta_path.append(finder)  # the last finder is asked for what the others do not find
     try:
         yield
@@ -184,22 +181,12 @@ def record_missing_modules() -> Iterator[None]:
         sys.meta_path.remove(finder)
 
 
-class _Missing:
+class _Recorder:
     """The last finder of modules, which finds none."""
-
-    names: ClassVar[set[str]] = set()
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> None:
         """Record a name."""
-        self.names.add(name)
-
-
-def names_looked_for() -> Sequence[str]:
-    """Return the names of modules that imports have looked for in vain (`record_missing_modules`),
-    and that torch's compiler has looked for, if it is imported, of which it leaves the code as it
-    is."""
-    rules: Any = sys.modules.get("torch._dynamo.trace_rules")
-    return [*_Missing.names, *getattr(rules, "THIRDPARTY_SKIPLIST", ())]
+        MISSING.add(name)
 
 
 def forget_rank() -> None:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import ast
 import builtins
-import importlib
 import re
 import sys
-from collections.abc import Collection, Mapping
-from functools import cache
+from collections.abc import Mapping
 
 from hpc_ddp.core.job.variables import OF_A_RANK
 from hpc_ddp.node.workers.module_files import OURS
@@ -41,7 +39,7 @@ ACTING = (
     *("sys", "importlib", "unittest", "site", "ctypes", "subprocess", "tracemalloc"),
     *("runpy", "setattr", "exec", "eval", "__import__"),
 )
-HARMLESS = {"os"}  # the variables that it changes are seen by `change_of`
+HARMLESS = {"os"}  # the variables that it changes are seen by `_changes_variable`
 # It sets something, or runs a program, such as pip.
 SETTERS_OF_OS = re.compile(r"(sched_)?set\w+|umask|nice|system|popen|(posix_)?spawn\w*|exec\w+")
 # Functions of other modules that change what a later import finds: a start method, a group.
@@ -52,13 +50,6 @@ VALUES = (
     *("print", "int", "float", "str", "bool", "len", "max", "min", "range"),
     *("getattr", "isinstance"),
 )
-# Names of objects that hold a script's own settings, or its own attributes.
-OWN = (
-    *("self", "cls", "args", "arguments", "opt", "opts", "cfg", "config", "conf", "hparams"),
-    *("params", "model", "net", "network", "optimizer", "criterion"),
-)
-SETTINGS_OF_TORCH = re.compile(r"\bbackends\b|\b_(dynamo|inductor)\.config\b")
-OF_DICT = re.compile(r"\.__(dict|setattr)__\b")  # these functions set attributes
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 STATEMENTS = (ast.Expr, ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Delete)
 READS = ("get", "copy", "items", "keys", "values", "__contains__", "__getitem__")  # of os.environ
@@ -69,10 +60,8 @@ READING = (
 )
 READERS = (
     *("dict", "print", "pprint", "len", "list", "tuple", "set", "sorted", "str", "repr", "any"),
-    *("all", "bool", "copy", "deepcopy", "dumps", "run", "Popen", "call", "check_call"),
-    "check_output",
+    *("all", "bool", "copy", "deepcopy", "dumps"),
 )
-CHANGES_OF_PATH = ("insert", "remove", "pop", "clear", "sort", "reverse")
 
 
 def parts_that_call(node: ast.stmt) -> list[ast.expr]:
@@ -120,22 +109,26 @@ def has_call(node: ast.AST) -> bool:
 
 
 def may_change_anything(node: ast.AST, modules: Mapping[str, str]) -> bool:
-    """Return whether a statement or a part of one, `node`, may change what a later import finds, in
-    a way that its text does not show: it patches a module, or calls a function that may do so.
-    `modules` has the names that the file has bound so far, with the module of each; '' for a
-    function or class; ``*`` for all names of a module."""
-    for target in ast.walk(node):
-        if not isinstance(target, (ast.Attribute, ast.Subscript)) or isinstance(
-            target.ctx, ast.Load
-        ):
-            continue
-        is_variable = isinstance(target, ast.Subscript) and _is_environ(target.value)
-        # Also of `vars(module)["name"] = …`; `change_of` sees variables.
-        if not is_variable and any(name in modules for name in _base_names(target)):
-            return True
-        if isinstance(target, ast.Attribute) and target.attr in FIELDS_OF_LOGGERS:
-            return True
-    return any(_may_run_anything(call, modules) for call in ast.walk(node))
+    """Return whether a statement or a part of one, `node`, may change what a later import finds: a
+    variable, the search path or a setting; or, in a way that its text does not show, by a patch of
+    a module or a call of a function that may do so. `modules` has the names that the file has bound
+    so far, with the module of each; '' for a function or class; ``*`` for all names of a module."""
+    return _hands_on_environ(node) or any(
+        _patches(inner, modules) or _changes_variable(inner) or _may_run_anything(inner, modules)
+        for inner in ast.walk(node)
+    )
+
+
+def _patches(target: ast.AST, modules: Mapping[str, str]) -> bool:
+    """Return whether an expression is a part of a module, or a field of a logger, that is set."""
+    is_part = isinstance(target, (ast.Attribute, ast.Subscript))
+    if not is_part or isinstance(target.ctx, ast.Load):  # type: ignore[attr-defined]
+        return False
+    if isinstance(target, ast.Attribute) and target.attr in FIELDS_OF_LOGGERS:
+        return True
+    is_variable = isinstance(target, ast.Subscript) and _is_environ(target.value)
+    # Also of `vars(module)["name"] = …`; `_changes_variable` sees variables.
+    return not is_variable and any(name in modules for name in _base_names(target))
 
 
 def _may_run_anything(node: ast.AST, modules: Mapping[str, str]) -> bool:
@@ -145,6 +138,8 @@ def _may_run_anything(node: ast.AST, modules: Mapping[str, str]) -> bool:
     if not isinstance(node, ast.Call):
         return False
     root, name = _root(node.func), function_name(node)
+    if _is_setting(node, modules):
+        return True
     if root in HARMLESS:
         return SETTERS_OF_OS.fullmatch(name) is not None
     # `from module import *` may have bound any name but Python's.
@@ -159,40 +154,6 @@ def _may_run_anything(node: ast.AST, modules: Mapping[str, str]) -> bool:
     if module in OF_TEXT:  # argparse, say, calls a function that it gets as a type
         return any(modules.get(getattr(argument, "id", "")) == "" for argument in arguments)
     return root not in VALUES and any(uses_unread(argument, modules) for argument in arguments)
-
-
-def may_patch_torch(node: ast.AST, modules: Mapping[str, str]) -> bool:
-    """Return whether a node may set an attribute of torch or of its modules and classes: by a name
-    that an import has bound, by ``vars`` and ``__dict__``, by ``setattr`` of any object but those
-    with names of `OWN`, or, of any but these, under a name that a function or method of torch has.
-    An import of unittest, whose mocks do so, counts as well; `SETTINGS_OF_TORCH` do not. `modules`
-    is as in `may_change_anything`."""
-    if isinstance(node, (ast.Import, ast.ImportFrom)):
-        return any(path.partition(".")[0] == "unittest" for path in bound_names(node).values())
-    target: ast.AST | None = None
-    is_suspect = False
-    if isinstance(node, (ast.Attribute, ast.Subscript)) and not isinstance(node.ctx, ast.Load):
-        target = node.value
-        is_suspect = isinstance(node, ast.Attribute) and node.attr in _functions_of_torch()
-    elif isinstance(node, ast.Call) and function_name(node) == "setattr" and node.args:
-        target, is_suspect = node.args[0], True
-    elif isinstance(node, ast.Call) and OF_DICT.search(ast.unparse(node.func)):
-        target = node.func
-    if target is None or (isinstance(target, ast.Name) and target.id in OWN):
-        return False
-    paths = [modules.get(name, "") for name in _base_names(target)]
-    is_of_torch = any(path.partition(".")[0] == "torch" for path in paths)
-    is_setting = bool(SETTINGS_OF_TORCH.search(" ".join((ast.unparse(target), *paths))))
-    return is_suspect or (is_of_torch and not is_setting)
-
-
-@cache
-def _functions_of_torch() -> frozenset[str]:
-    """Return the names of the functions and classes of torch on which its compiler may depend, and
-    of the methods of its modules and optimizers."""
-    torch, nn, optim = map(importlib.import_module, ("torch", "torch.nn", "torch.optim"))
-    owners = (torch, torch.autograd, nn, nn.functional, nn.init, nn.Module, optim, optim.Optimizer)
-    return frozenset(n for owner in owners for n, part in vars(owner).items() if callable(part))
 
 
 def uses_unread(node: ast.AST, modules: Mapping[str, str]) -> bool:
@@ -267,46 +228,36 @@ def _root(node: ast.AST) -> str:
     return getattr(node, "id", "")
 
 
-def change_of(node: ast.AST) -> str:
-    """Return, in words, the variable that a statement or call changes, ``sys.path`` or
-    ``sys.modules``; '' if it changes nothing on which an import may depend."""
-    is_set = isinstance(node, ast.Subscript) and isinstance(node.ctx, (ast.Store, ast.Del))
-    if is_set and _is_environ(node.value):  # type: ignore[attr-defined]
-        return _variable(node.slice)  # type: ignore[attr-defined]
-    if isinstance(node, (ast.Assign, ast.AugAssign, ast.Delete)):
-        targets = [node.target] if isinstance(node, ast.AugAssign) else node.targets
-        for target in targets:
-            if isinstance(target, ast.Subscript) and is_name(target.value, "path", "sys"):
-                return "sys.path"
-            if isinstance(target, ast.Subscript) and is_name(target.value, "modules", "sys"):
-                return "sys.modules"
-            if is_name(target, "environ") or is_name(target, "path", "sys"):
-                return ast.unparse(target)
+def _changes_variable(node: ast.AST) -> bool:
+    """Return whether a statement, an expression or a call changes a variable of the environment,
+    but one of `READ_LATE`."""
+    if isinstance(node, ast.Subscript) and _is_environ(node.value):
+        return isinstance(node.ctx, (ast.Store, ast.Del)) and not _is_read_late(node.slice)
+    if isinstance(node, ast.AugAssign):
+        return _is_environ(node.target)
+    if isinstance(node, ast.Assign):
+        return any(_is_environ(target) for target in node.targets)
     if not isinstance(node, ast.Call):
-        return ""
+        return False
     function, name = node.func, function_name(node)
     if name in ("putenv", "unsetenv", "load_dotenv"):
-        return "its environment"
-    if not isinstance(function, ast.Attribute):
-        return ""
-    if _is_environ(function.value) and name in ("setdefault", "pop", "__setitem__", "__delitem__"):
-        return _variable(node.args[0]) if node.args else "its environment"
-    if _is_environ(function.value) and name not in READS:
-        return "its environment"
-    is_of_path = is_name(function.value, "path", "sys") and name in CHANGES_OF_PATH
-    return "sys.path" if is_of_path else ""
+        return True
+    if not isinstance(function, ast.Attribute) or not _is_environ(function.value):
+        return False
+    if name in ("setdefault", "pop", "__setitem__", "__delitem__"):
+        return not (node.args and _is_read_late(node.args[0]))
+    return name not in READS
 
 
-def setting_of(call: ast.Call, modules: Mapping[str, str]) -> str:
-    """Return the name of a function that sets something on which an import may depend, '' for any
-    other call. `modules` has the names that imports of the file have bound, with the module of
-    each."""
+def _is_setting(call: ast.Call, modules: Mapping[str, str]) -> bool:
+    """Return whether a call sets something on which an import may depend, such as a type, a folder
+    or a log. `modules` is as in `may_change_anything`."""
     name, root = function_name(call), call.func
     while isinstance(root, ast.Attribute):
         root = root.value
     module = modules.get(getattr(root, "id", ""), "").partition(".")[0]
     harmless = NO_SETTINGS.get(module)
-    return name if name in SETTINGS or (harmless and not harmless.fullmatch(name)) else ""
+    return name in SETTINGS or bool(harmless and not harmless.fullmatch(name))
 
 
 def function_name(node: ast.Call) -> str:
@@ -315,86 +266,53 @@ def function_name(node: ast.Call) -> str:
     return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
 
 
-def renaming_of(node: ast.AST) -> str:
-    """Return, in words, what an import gives another name, by which `change_of` would not see a
-    change: the module ``sys``, a variable of ``sys`` or ``os``, or a setting. '' for any other
-    statement."""
-    if isinstance(node, ast.Import):
-        return "sys" if any(a.name == "sys" and a.asname for a in node.names) else ""
-    if isinstance(node, ast.ImportFrom):
-        harmless = NO_SETTINGS.get((node.module or "").partition(".")[0])
-        for name in (alias.name for alias in node.names if alias.asname):
-            if name in SETTINGS or (harmless and not harmless.fullmatch(name)):
-                return "the name of a setting"
-    if isinstance(node, ast.ImportFrom) and node.module in ("os", "sys"):
-        for alias in node.names:
-            if (node.module == "sys" and alias.name in ("path", "modules")) or (
-                alias.name == "environ" and alias.asname
-            ):
-                return f"{node.module}.{alias.name}"
-    return ""
+def renames_part_of_os(node: ast.ImportFrom | ast.Import) -> bool:
+    """Return whether an import gives another name to a part of ``os``, of which
+    `may_change_anything` goes by the names."""
+    is_of_os = isinstance(node, ast.ImportFrom) and node.module == "os"
+    return is_of_os and any(alias.asname for alias in node.names)
 
 
-def escapes_of(tree: ast.AST) -> list[tuple[int, str]]:
-    """Return the lines where a file gives ``os.environ``, ``sys.path`` or ``sys.modules`` to a
-    function, a variable or an object, which may change it under another name, and what it gives.
-    Left out are uses that only read it, or that `change_of` sees: ``os.environ["A"]``, ``"A" in
-    os.environ``, ``os.environ.get``, ``dict(os.environ)``, ``for name in os.environ``."""
-    parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
-    readers = {*READERS} - {n.name for n in ast.walk(tree) if isinstance(n, DEFINITIONS)}
-    escapes = []
-    for node in ast.walk(tree):
-        is_shared = _is_environ(node) or is_name(node, "path", "sys")
-        is_shared |= is_name(node, "modules", "sys")
-        if not is_shared or not isinstance(getattr(node, "ctx", None), ast.Load):
+def _hands_on_environ(part: ast.AST) -> bool:
+    """Return whether a part of a file gives ``os.environ`` to a function, a variable or an object,
+    which may change it under another name. Uses that only read it do not count, nor those that
+    `_changes_variable` sees: ``os.environ["A"]``, ``"A" in os.environ``, ``os.environ.get``,
+    ``dict(os.environ)``, ``for name in os.environ``."""
+    parents = {child: node for node in ast.walk(part) for child in ast.iter_child_nodes(node)}
+    for node, parent in parents.items():
+        if not _is_environ(node) or not isinstance(getattr(node, "ctx", None), ast.Load):
             continue
-        parent = parents[node]
-        is_method = isinstance(parent, ast.Attribute) and not (
-            _is_environ(node)
-            and parent.attr not in READS
-            and getattr(parents[parent], "func", None) is not parent
-        )
-        if not (
-            is_method or isinstance(parent, READING) or _is_read(node, parent, parents, readers)
-        ):
-            escapes.append((node.lineno, ast.unparse(node)))  # type: ignore[attr-defined]
-    return escapes
+        if isinstance(parent, ast.Attribute):
+            call = parents.get(parent)
+            is_read = parent.attr in READS or getattr(call, "func", None) is parent
+        else:
+            is_read = isinstance(parent, READING) or _is_read(node, parent, parents)
+        if not is_read:
+            return True
+    return False
 
 
-def _is_read(
-    node: ast.AST, parent: ast.AST, parents: Mapping[ast.AST, ast.AST], readers: Collection[str]
-) -> bool:
+def _is_read(node: ast.AST, parent: ast.AST, parents: Mapping[ast.AST, ast.AST]) -> bool:
     """Return whether an expression, whose place in the tree `parent` and `parents` show, is only
-    read there: unpacked by ``**``, gone through by a loop, tested, or given to one of `readers`."""
+    read there: unpacked by ``**``, gone through by a loop, or given to one of `READERS`."""
     if isinstance(parent, (ast.For, ast.AsyncFor)):
         return parent.iter is node
     if isinstance(parent, ast.Dict):  # {**os.environ}
-        return parent.keys[parent.values.index(node)] is None or not _is_environ(node)  # type: ignore[arg-type]
+        return parent.keys[parent.values.index(node)] is None  # type: ignore[arg-type]
     if isinstance(parent, ast.keyword):
-        call = parents[parent]
-        return parent.arg is None or (isinstance(call, ast.Call) and function_name(call) in readers)
-    return isinstance(parent, ast.Call) and function_name(parent) in readers
-
-
-def is_name(node: ast.AST, name: str, module: str = "") -> bool:
-    """Return whether the expression `node` is `name` or ends with ``.name``; with `module`, whether
-    it is ``module.name``."""
-    if isinstance(node, ast.Attribute):
-        owner = getattr(node.value, "id", "")
-        return node.attr == name and (not module or owner == module)
-    return not module and isinstance(node, ast.Name) and node.id == name
+        call = parents.get(parent)
+        return parent.arg is None or (isinstance(call, ast.Call) and function_name(call) in READERS)
+    return isinstance(parent, ast.Call) and function_name(parent) in READERS
 
 
 def _is_environ(node: ast.AST) -> bool:
     """Return whether an expression is ``os.environ``, or its form of bytes."""
-    return is_name(node, "environ") or is_name(node, "environb")
+    name = node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
+    return name in ("environ", "environb")
 
 
-def _variable(key: ast.AST) -> str:
-    """Return the name of the variable for which `key`, a key of ``os.environ``, stands; '' for a
-    variable of `READ_LATE`, ``its environment`` where the key is no constant."""
+def _is_read_late(key: ast.AST) -> bool:
+    """Return whether `key`, a key of ``os.environ``, is a variable of `READ_LATE`."""
     name = key.value if isinstance(key, ast.Constant) else ""
     name = name.decode(errors="replace") if isinstance(name, bytes) else name
-    if isinstance(name, str) and READ_LATE.fullmatch(name):
-        return ""
-    return str(name) or "its environment"
+    return isinstance(name, str) and READ_LATE.fullmatch(name) is not None

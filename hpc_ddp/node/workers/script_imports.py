@@ -1,15 +1,14 @@
 """Where a script imports torch, read from its text: the script is not run for that.
 
 The fork server has imported torch before the script starts. A script is refused where it would then
-not get the same: it changes its environment or the search path, changes a setting before an import,
-has a module of its own that hides an installed one, or does not import torch before anything that
-may change what torch finds.
+not get the same: it does not import torch before anything that may change what torch finds.
+Behind that import all is the worker's own. Only torch's compiler, which an optimizer imports when
+it is first used, is imported ahead as well, and not for a script that uses it or may do so.
 """
 
 from __future__ import annotations
 
 import ast
-import math
 import re
 import sys
 from collections.abc import Iterator, Sequence, Set
@@ -31,17 +30,11 @@ from hpc_ddp.node.workers.script_changes import (
     DEFINITIONS,
     aliases_of,
     bound_names,
-    change_of,
-    escapes_of,
-    function_name,
     has_call,
-    is_name,
     may_change_anything,
-    may_patch_torch,
     parts_that_call,
     parts_that_run,
-    renaming_of,
-    setting_of,
+    renames_part_of_os,
     uses_unread,
 )
 
@@ -53,17 +46,18 @@ WITH_TORCH = re.compile(
     rf"(torch|torchvision|torchaudio|torchmetrics|timm|accelerate|peft)\b"
     rf"|{OURS}[.:]integrations\b|{TRAINING.pattern}|transformers:(?!Data)\w*(Trainer|Model|For[A-Z])"
 )
-# Functions that may change, at any time, what torch's compiler reads at its import: the working
-# directory, the CPUs, and, by a module that is not read here, variables. Modules that load such
-# modules, by a name or path.
-BEFORE_COMPILER = (
-    *("chdir", "fchdir", "sched_setaffinity", "cpu_affinity", "__import__", "exec"),
-    "entry_points",
+# Words of a script, or of its arguments, that uses torch's compiler or a package that comes with
+# it: at its import the compiler notes torch's functions, variables, the working directory and the
+# CPUs. Also ways to run a text that is not read here, and `sys.path`, on which the compiler's
+# packages depend.
+COMPILER = "torch._dynamo"
+USES_COMPILER = re.compile(
+    r"(?<!\bre\.)(?<!\bregex\.)compile|dynamo|inductor|triton|sympy|mpmath|functorch|make_fx"
+    r"|\bexport|flex_attention|while_loop|torch\.cond\b|\bhub\.(load\b|list|help)"
+    r"|\bimportlib(?!\.(metadata|resources))|\b(imp|pydoc|pkgutil|runpy|entry_points|__import__)\b"
+    r"|\bexec\(|\bsys\.path\b"
 )
-LOADERS = re.compile(r"(importlib(?!\.(metadata|resources))|imp|pydoc|pkgutil|runpy)\b.*")
-LOADS_OF_HUB = re.compile(r"\bhub\.(load|list|help)$")  # of torch, which run its hubconf.py
-SETS_CPUS = re.compile(r"\b(taskset|numactl)\b")  # programs
-SETS_VARIABLES = "hydra"  # from a YAML file, which is not read here
+SETS_FROM_FILES = "hydra"  # a package that reads YAML files, which are not read here
 NEVER_TRUE = re.compile(r"(\w+\.)?TYPE_CHECKING")
 GUARDS = ("__name__ == '__main__'", "'__main__' == __name__")
 
@@ -85,38 +79,29 @@ class _Import(NamedTuple):
     is_tried: bool
 
 
-class ScriptImports(NamedTuple):
-    """How a script imports torch: `uses_training` says that it imports ``hpc_ddp.training``, and
-    `delays_compiler` that it may, at any time, change variables, the working directory or its CPUs,
-    on which torch's compiler depends at its import."""
-
-    uses_training: bool
-    delays_compiler: bool
-
-
 @dataclass
 class _Reading:
-    """The imports of one file, and its changes that may matter to an import.
+    """The imports of one file.
 
     `steps`, in the order in which they run at the top level, are imports, and the lines of
-    statements that may change anything: a patch, or a call of a function of the file or of a
-    package that is not read. `late_imports` are in functions, say.
+    statements that may change what a later import finds. `late_imports` are in functions, say.
     """
 
     steps: list[_Import | int] = field(default_factory=list)
     late_imports: list[_Import] = field(default_factory=list)
-    last_import: int = 0  # line of the last import, at any level
-    changes: list[tuple[int, str]] = field(default_factory=list)  # line, and what is changed there
-    settings: list[tuple[int, str]] = field(default_factory=list)  # the same, harmless if late
-    delays_compiler: bool = False
+    uses_compiler: bool = False
 
 
-def imports_of(script: Path, folders: Sequence[Path]) -> ScriptImports:
-    """Return how `script` imports torch. `folders` have the script's own modules, which are read as
-    well; the first is the script's folder.
+def modules_ahead(
+    script: Path, folders: Sequence[Path], arguments: Sequence[str] = ()
+) -> list[str]:
+    """Return the modules that can be imported ahead for `script`, started with `arguments`, beside
+    torch: its compiler, unless the script may use it, and ``hpc_ddp.training``, if the script
+    imports it. `folders` have the script's own modules, which are read as well; the first is the
+    script's folder.
 
-    Raise UnfitError where a file can't be read, or changes something on which an import may depend;
-    and where no import of torch comes before a statement that may change anything.
+    Raise UnfitError where a file can't be read, and where no import of torch comes before a
+    statement that may change what it finds.
     """
     walk = _Walk(script, folders)
     walk.enter(script, is_certain=True)
@@ -126,7 +111,8 @@ def imports_of(script: Path, folders: Sequence[Path]) -> ScriptImports:
         raise UnfitError(f"{walk.change}, comes before the import of torch")
     if not walk.has_torch:
         raise UnfitError("no import of torch is seen at the top level of the script")
-    return ScriptImports(walk.uses_training, walk.delays_compiler)
+    uses_compiler = walk.uses_compiler or any(map(USES_COMPILER.search, arguments))
+    return [COMPILER] * (not uses_compiler) + [f"{OURS}.training"] * walk.uses_training
 
 
 @dataclass
@@ -142,19 +128,14 @@ class _Walk:
     entered: set[Path] = field(default_factory=set)  # the files that were read
     change: str = ""  # the place of the first statement that may change anything
     late_imports: list[tuple[Path, _Import]] = field(default_factory=list)  # with their files
-    delays_compiler: bool = False
+    uses_compiler: bool = False
     bytes: int = 0  # of the files that were read
 
     def enter(self, path: Path, is_certain: bool) -> None:
         """Read the file `path` and follow its imports; do nothing if the file has been read before.
         `is_certain` says that the file's module is always imported. Raise UnfitError as
-        `imports_of`."""
-        reading = self._read_once(path)
-        # A module of the script runs before later imports of the script: its settings may matter.
-        last = reading.last_import if path == self.script else math.inf
-        if early := [setting for setting in reading.settings if setting[0] < last]:
-            raise _change_error(path, *early[0])
-        for step in reading.steps:
+        `modules_ahead`."""
+        for step in self._read_once(path).steps:
             if isinstance(step, int):
                 self._note_change(path, step)
             else:
@@ -162,8 +143,7 @@ class _Walk:
 
     def follow_late(self, path: Path, step: _Import) -> None:
         """Read the files of the script's own module that the file `path` imports by `step` after
-        all imports at the top level. Raise UnfitError where a file can't be read, or changes
-        something on which an import may depend."""
+        all imports at the top level. Raise UnfitError as `_read_once`."""
         for file in self._find_files_of_module(path, step):
             reading = self._read_once(file)
             steps = [step for step in reading.steps if isinstance(step, _Import)]
@@ -171,8 +151,8 @@ class _Walk:
 
     def _read_once(self, path: Path) -> _Reading:
         """Return the reading of the file `path`, and note its late imports; return an empty one if
-        the file has been read before. Raise UnfitError where it can't be read, is one of more than
-        `MOST_FILES`, or changes something, but a setting, on which an import may depend."""
+        the file has been read before. Raise UnfitError where it can't be read, or where there are
+        more files than `MOST_FILES` or more text than `MOST_BYTES`."""
         if path in self.entered:
             return _Reading()
         if len(self.entered) > MOST_FILES:
@@ -182,16 +162,15 @@ class _Walk:
             raise UnfitError(f"its own modules have more than {MOST_BYTES / 1e6:.0f} MB")
         self.entered.add(path)
         reading = _read(path, is_script=path == self.script)
-        if reading.changes:
-            raise _change_error(path, *reading.changes[0])
-        self.delays_compiler |= reading.delays_compiler
+        self.uses_compiler |= reading.uses_compiler
         self.late_imports += [(path, step) for step in reading.late_imports]
         return reading
 
     def _find_files_of_module(self, path: Path, step: _Import) -> list[Path]:
         """Return the files of the script's own module, and of its parent packages, that the file
         `path` imports by `step`; [] for a module that is installed or Python's own. A package that
-        may set variables, as one that is not known, sets `delays_compiler`."""
+        is not known, or reads files that are not read here, sets
+        `uses_compiler`."""
         name, parts, level, *_ = step
         package, top = package_folder(path, level), name.partition(".")[0]
         base = [package] if package else self.folders[:1] if top == OURS else self.folders
@@ -203,9 +182,9 @@ class _Walk:
                 for f in files_of_module(name, parts, [folder])
             ]
         if not (files or level or top in sys.stdlib_module_names):
-            may_set = top == SETS_VARIABLES or not self._is_known(name)
+            may_use_it = top == SETS_FROM_FILES or not self._is_known(name)
             # A module that is not found is on a path that the script sets, or made by it.
-            self.delays_compiler |= may_set and (not step.is_tried or exists(top, self.folders))
+            self.uses_compiler |= may_use_it and (not step.is_tried or exists(top, self.folders))
         return files
 
     def _is_known(self, name: str) -> bool:
@@ -240,46 +219,20 @@ class _Walk:
         self.change = self.change or f"{path.name}, line {line}"
 
 
-def _change_error(path: Path, line: int, change: str) -> UnfitError:
-    """Return the error for a file that changes in a line what `change` says."""
-    return UnfitError(f"{path.name}, line {line}, changes {change}")
-
-
 def _read(path: Path, is_script: bool) -> _Reading:
     """Return the reading of the file `path`, which is the script itself or one of its modules;
     raise UnfitError if it can't be read, or is no Python."""
     try:
         tree = parse_python(path)
+        text = path.read_text(errors="replace")
     except (OSError, SyntaxError, ValueError) as error:
         raise UnfitError(f"{path.name} can't be read: {error}") from None
-    reading = _Reading()
+    reading = _Reading(uses_compiler=USES_COMPILER.search(text) is not None)
     tried = _statements_in_try(tree)
     early = _note_steps(tree, is_script, reading, tried)
-    modules: dict[str, str] = {}  # by the names that imports have bound, at any level
     for node in ast.walk(tree):
-        if isinstance(node, (ast.Import, ast.ImportFrom)):
-            reading.last_import = max(reading.last_import, node.lineno)
-            modules |= bound_names(node)
-            reading.delays_compiler |= any(map(LOADERS.fullmatch, bound_names(node).values()))
-            # The compiler puts another function in its place, which can't be pickled.
-            reading.delays_compiler |= any(a.name == "manual_seed" for a in node.names)
-            if node not in early:
-                reading.late_imports += _split(node, False, node in tried)
-        elif change := change_of(node):
-            reading.changes.append((node.lineno, change))  # type: ignore[attr-defined]
-        if change := renaming_of(node):
-            reading.changes.append((node.lineno, change))  # type: ignore[attr-defined]
-    reading.changes += escapes_of(tree)
-    called = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and (name := setting_of(node, modules)):
-            reading.settings.append((node.lineno, f"a setting by {name}"))
-        is_early = isinstance(node, ast.Call) and function_name(node) in BEFORE_COMPILER
-        is_early |= isinstance(node, ast.Attribute) and bool(LOADS_OF_HUB.search(ast.unparse(node)))
-        is_early |= isinstance(node, ast.Constant) and bool(SETS_CPUS.search(str(node.value)))
-        is_early |= is_name(node, "manual_seed") and id(node) not in called
-        if is_early or may_patch_torch(node, modules):  # the compiler notes torch's functions
-            reading.delays_compiler = True
+        if isinstance(node, (ast.Import, ast.ImportFrom)) and node not in early:
+            reading.late_imports += _split(node, False, node in tried)
     return reading
 
 
@@ -294,6 +247,7 @@ def _note_steps(
         statements.add(node)
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             modules |= bound_names(node)
+            reading.steps += [node.lineno] if renames_part_of_os(node) else []
             reading.steps += _split(node, is_certain, node in tried)
         elif any(may_change_anything(part, modules) for part in parts_that_run(node)) or any(
             uses_unread(part, modules) for part in parts_that_call(node)

@@ -21,11 +21,10 @@ REPO = Path(__file__).parents[4]
 PROGRAM = """
 import os, sys
 from hpc_ddp.node.workers import preload
-from hpc_ddp.node.workers.script_imports import ScriptImports, UnfitError
+from hpc_ddp.node.workers.script_imports import UnfitError
 output = os.memfd_create("output")
-preload.ALWAYS = sys.argv[1:]
 try:
-    preload.import_all(ScriptImports(uses_training=False, delays_compiler=False), output)
+    preload.import_all(sys.argv[1:], output)
 except UnfitError as error:
     print(error)
 os.lseek(output, 0, 0)
@@ -142,6 +141,5 @@ def test_modules_that_imports_look_for_in_vain_are_recorded() -> None:
         importlib.import_module("no_such_module")
     with suppress(ImportError):
         importlib.import_module("no_such_other")
-    names = preload.names_looked_for()
-    assert "no_such_module" in names
-    assert "no_such_other" not in names
+    assert "no_such_module" in preload.MISSING
+    assert "no_such_other" not in preload.MISSING

@@ -7,19 +7,23 @@ from pathlib import Path
 import pytest
 
 from hpc_ddp.node.workers.module_files import find_hiding_file
-from hpc_ddp.node.workers.script_imports import ScriptImports, UnfitError, imports_of
+from hpc_ddp.node.workers.script_imports import UnfitError, modules_ahead
 
 BEFORE = "comes before the import of torch"
 NONE_SEEN = "no import of torch is seen at the top level of the script"
 
 
-def _read(folder: Path, text: str, **others: str) -> ScriptImports:
-    """Write a script, and other files by name (``a__b`` is ``a/b.py``); return its imports."""
+COMPILER, TRAINING = "torch._dynamo", "hpc_ddp.training"
+
+
+def _read(folder: Path, text: str, **others: str) -> list[str]:
+    """Write a script, and other files by name (``a__b`` is ``a/b.py``); return what can be imported
+    ahead."""
     for name, content in {"train": text, **others}.items():
         path = folder / f"{name.replace('__', '/')}.py"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(content)
-    return imports_of(folder / "train.py", [folder])
+    return modules_ahead(folder / "train.py", [folder])
 
 
 @pytest.mark.parametrize(
@@ -43,16 +47,17 @@ def _read(folder: Path, text: str, **others: str) -> ScriptImports:
 def test_torch_is_seen_wherever_it_always_comes_first(tmp_path: Path, text: str) -> None:
     """Of the script itself also below its guard, and in modules of its own."""
     files = {"app": "import torch\ndef main(): ...\n", "tools": "import os\n"}
-    assert _read(tmp_path, text, **files).uses_training is ("hpc_ddp" in text)
+    assert (TRAINING in _read(tmp_path, text, **files)) is ("hpc_ddp" in text)
 
 
 def test_training_is_imported_ahead_only_where_nothing_may_patch_torch_before(
     tmp_path: Path,
 ) -> None:
     training = "from hpc_ddp.training import start\n"
-    assert _read(tmp_path, f"import torch\n{training}").uses_training
-    assert not _read(tmp_path, f"import torch\nimport pytest\n{training}").uses_training
-    assert not _read(tmp_path, f"import torch\nif torch:\n    {training}").uses_training
+    assert TRAINING in _read(tmp_path, f"import torch\n{training}")
+    for line in ("import pytest", "os.environ['HF_HOME'] = '1'", "torch.set_default_dtype(a)"):
+        assert TRAINING not in _read(tmp_path, f"import os, torch\n{line}\n{training}")
+    assert TRAINING not in _read(tmp_path, f"import torch\nif torch:\n    {training}")
 
 
 @pytest.mark.parametrize(
@@ -85,7 +90,9 @@ def test_modules_of_its_own_are_read(tmp_path: Path) -> None:
     with pytest.raises(UnfitError, match=rf"blocks\.py, line 2, {BEFORE}"):
         _read(tmp_path, "import data\nfrom models import net\nimport torch\n", **own)
     own["models__blocks"] = "import train\nimport yaml\n"
-    assert _read(tmp_path, "import data\nfrom models import net\nimport torch\n", **own)
+    assert _read(tmp_path, "import data\nfrom models import net\nimport torch\n", **own) == [
+        COMPILER
+    ]
 
 
 def test_a_plain_folder_hides_no_package_and_a_package_of_its_own_does(tmp_path: Path) -> None:
@@ -105,53 +112,65 @@ def test_our_package_comes_from_the_library_unless_it_is_beside_the_script(tmp_p
     (code / "hpc_ddp" / "__init__.py").write_text("import os\nos.environ['HF_HOME'] = '1'\n")
     script = jobs / "train.py"
     script.write_text("from hpc_ddp.training import start\n")
-    assert imports_of(script, [jobs, code]).uses_training
+    assert TRAINING in modules_ahead(script, [jobs, code])
     assert find_hiding_file([jobs, code], ["hpc_ddp"]) is None
     assert find_hiding_file([code, jobs], ["hpc_ddp"]) == code / "hpc_ddp"
     beside = code / "train.py"
     beside.write_text("import hpc_ddp\nimport torch\n")
-    with pytest.raises(UnfitError, match=r"__init__\.py, line 2, changes HF_HOME"):
-        imports_of(beside, [code])
+    with pytest.raises(UnfitError, match=r"__init__\.py, line 2, comes before"):
+        modules_ahead(beside, [code])
 
 
 @pytest.mark.parametrize(
-    ("line", "change"),
+    "line",
     [
-        ("os.environ['HF_HOME'] = '1'", "HF_HOME"),
-        ("environ['OMP_NUM_THREADS'] = '1'", "OMP_NUM_THREADS"),
-        ("os.environ.setdefault('MPLBACKEND', 'Agg')", "MPLBACKEND"),
-        ("os.environ.update(TORCH_LOGS='dynamo')", "its environment"),
-        ("os.environ[name] = '1'", "its environment"),
-        ("del os.environ['PYTORCH_ALLOC_CONF']", "PYTORCH_ALLOC_CONF"),
-        ("os.environ.pop('HF_HOME', None)", "HF_HOME"),
-        ("os.environ |= {'A': '1'}", "os.environ"),
-        ("os.putenv('A', '1')", "its environment"),
-        ("load_dotenv()", "its environment"),
-        ("sys.path.insert(0, '..')", "sys.path"),
-        ("sys.path[:0] = ['..']", "sys.path"),
-        ("sys.path = ['..', *sys.path]", "sys.path"),
-        ("os.environ['MASTER_PORT'] = '1'", ""),
-        ("os.environ['CUDA_VISIBLE_DEVICES'] = '1'", ""),
-        ("os.environ.get('HF_HOME')", ""),
-        ("path['a'] = 1", ""),
-        ("os.environ['A'], b = '1', 2", "A"),
-        ("os.environ['A']: str = '1'", "A"),
-        ("os.environb[b'A'] = b'1'", "A"),
-        ("os.environ.__setitem__('A', '1')", "A"),
-        ("os.environ.__ior__({})", "its environment"),
-        ("update('a')", ""),
+        "os.environ['HF_HOME'] = '1'",
+        "environ['OMP_NUM_THREADS'] = '1'",
+        "os.environ.setdefault('MPLBACKEND', 'Agg')",
+        "os.environ.update(TORCH_LOGS='a')",
+        "os.environ[name] = '1'",
+        "del os.environ['PYTORCH_ALLOC_CONF']",
+        "os.environ.pop('HF_HOME', None)",
+        "os.environ |= {'A': '1'}",
+        "os.putenv('A', '1')",
+        "load_dotenv()",
+        "sys.path.insert(0, '..')",
+        "sys.path[:0] = ['..']",
+        "sys.path = ['..', *sys.path]",
+        "os.environ['A'], b = '1', 2",
+        "os.environ['A']: str = '1'",
+        "os.environb[b'A'] = b'1'",
+        "os.environ.__setitem__('A', '1')",
+        "os.environ.__ior__({})",
+        "sys.modules['numpy'] = None",
+        "import sys as s; s.path.insert(0, 'a')",
+        "from sys import path; path.insert(0, 'a')",
+        "e = os.environ",
+        "from os import environ as e",
+        "from sys import modules; modules['a'] = 0",
+        "p = sys.path; p.insert(0, 'a')",
+        "export(os.environ)",
+        "operator.setitem(os.environ, 'A', '2')",
+        "env, args = os.environ, None",
+        "(env := os.environ)['A'] = '2'",
+        "list(map(os.environ.__setitem__, ['A'], ['2']))",
+        "a = {'os': os.environ}",
+        "configure(variables=os.environ)",
+        "def run(env=run(os.environ)): ...",
+        "if name: os.environ['A'] = '1'",
+        "torch.set_default_dtype(d)",
+        "os.chdir('/')",
+        "simplefilter()",
     ],
 )
-def test_a_change_before_an_import_is_refused(tmp_path: Path, line: str, change: str) -> None:
-    if change:
-        with pytest.raises(UnfitError, match=f"train.py, line 2, changes {change}"):
-            _read(tmp_path, f"import os\n{line}\nimport torch\n")
-        with pytest.raises(UnfitError, match=f"config.py, line 2, changes {change}"):
-            _read(tmp_path, "import torch, config\n", config=f"import os\ndef f():{line}\n")
-        with pytest.raises(UnfitError, match=f"train.py, line 3, changes {change}"):
-            _read(tmp_path, f"import os\nimport torch\n{line}\n")  # before one of torch's own
-    else:
-        assert _read(tmp_path, f"import os\n{line}\nimport torch\n")
+def test_a_change_counts_before_torch_and_not_behind_it(tmp_path: Path, line: str) -> None:
+    with pytest.raises(UnfitError, match=f"train.py, line 2, {BEFORE}"):
+        _read(tmp_path, f"import os, sys, operator\n{line}\nimport torch\n")
+    own = f"import os, sys, operator\n{line}\n"
+    with pytest.raises(UnfitError, match=f"own.py, line 2, {BEFORE}"):
+        _read(tmp_path, "import own, torch\n", own=own)
+    assert _read(tmp_path, f"import torch\nimport os, sys, operator\n{line}\n", own=own) is not None
+    assert _read(tmp_path, "import torch, own\n", own=own) is not None
 
 
 @pytest.mark.parametrize(
@@ -236,15 +255,6 @@ def test_a_call_that_does_not_run_there_is_harmless(tmp_path: Path, lines: str) 
     assert _read(tmp_path, text, config="")
 
 
-@pytest.mark.parametrize("line", ["torch.set_default_dtype(d)", "os.chdir('/')", "simplefilter()"])
-def test_a_setting_before_an_import_is_refused(tmp_path: Path, line: str) -> None:
-    with pytest.raises(UnfitError, match="line 1, changes a setting by"):
-        _read(tmp_path, f"{line}\nimport torch\n")
-    assert _read(tmp_path, f"import torch\n{line}\n")
-    with pytest.raises(UnfitError, match=r"other\.py, line 1"):
-        _read(tmp_path, "import other\n", other=line)
-
-
 @pytest.mark.parametrize(
     ("line", "is_setting"),
     [
@@ -262,7 +272,7 @@ def test_a_function_of_logging_or_warnings_is_a_setting_unless_it_only_writes(
 ) -> None:
     text = f"{line}\nimport torch\n"
     if is_setting:
-        with pytest.raises(UnfitError, match="a setting"):
+        with pytest.raises(UnfitError, match=BEFORE):
             _read(tmp_path, text)
     else:
         assert _read(tmp_path, text)
@@ -271,32 +281,19 @@ def test_a_function_of_logging_or_warnings_is_a_setting_unless_it_only_writes(
 @pytest.mark.parametrize(
     "line",
     [
-        *("sys.modules['numpy'] = None", "import sys as s", "from sys import path"),
-        *("e = os.environ", "from os import environ as e", "from sys import modules"),
-        *("p = sys.path", "export(os.environ)", "def export(env=os.environ): ..."),
-        *("operator.setitem(os.environ, 'A', '2')", "env, args = os.environ, None"),
-        *("(env := os.environ)['A'] = '2'", "list(map(os.environ.__setitem__, ['A'], ['2']))"),
-        *("def f(): return sys.modules", "configure(variables=os.environ)"),
-        "def run(env=run(os.environ)): ...",
-    ],
-)
-def test_a_change_that_could_go_unseen_is_refused(tmp_path: Path, line: str) -> None:
-    with pytest.raises(UnfitError, match="line 1, changes"):
-        _read(tmp_path, line)
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
         *("A = os.environ['A']", "if 'A' in os.environ: pass", "A = os.environ.get('A', '')"),
-        *("print(dict(os.environ), sys.path)", "run(['a'], env={**os.environ, 'A': '1'})"),
-        *("run(['a'], env=os.environ)", "for name in os.environ: pass", "env = os.environ.copy()"),
+        *("print(dict(os.environ), sys.path)", "a = {**os.environ, 'A': '1'}"),
+        *("os.environ['MASTER_PORT'] = '1'", "path['a'] = 1", "update('a')"),
+        *(
+            "os.environ['CUDA_VISIBLE_DEVICES'] = '1'",
+            "for name in os.environ: pass",
+            "env = os.environ.copy()",
+        ),
         *("names = [name for name in sys.modules]", "print(f'{sys.path}')", "sys.path[0]"),
     ],
 )
 def test_what_only_reads_changes_nothing(tmp_path: Path, line: str) -> None:
-    text = f"import os, sys\nfrom subprocess import run\nimport torch\n{line}\n"
-    assert _read(tmp_path, text)
+    assert _read(tmp_path, f"import os, sys\n{line}\nimport torch\n") is not None
 
 
 def test_modules_on_the_search_path_are_read(
@@ -310,7 +307,7 @@ def test_modules_on_the_search_path_are_read(
     (other / "pack" / "part.py").write_text("import os\nos.environ['HF_HOME'] = '1'\n")
     monkeypatch.syspath_prepend(str(other))
     assert _read(script, "import single, torch\n")
-    with pytest.raises(UnfitError, match=r"part\.py, line 2, changes HF_HOME"):
+    with pytest.raises(UnfitError, match=r"part\.py, line 2, comes before"):
         _read(script, "import pack\n")
 
 
@@ -319,63 +316,65 @@ def test_a_script_that_is_no_python_is_refused(tmp_path: Path) -> None:
         with pytest.raises(UnfitError, match=r"train\.py can't be read"):
             _read(tmp_path, text)
     with pytest.raises(UnfitError, match="can't be read"):
-        imports_of(tmp_path / "none.py", [tmp_path])
+        modules_ahead(tmp_path / "none.py", [tmp_path])
 
 
 def test_modules_that_are_imported_later_are_read(tmp_path: Path) -> None:
-    files = {"late": "import torch, later\ntorch.set_default_dtype(0)\n"}
     text = "import torch\ndef main():\n    import late\n"
-    assert _read(tmp_path, text, later="", **files)
-    with pytest.raises(UnfitError, match=r"later\.py, line 2, changes TORCH_LOGS"):
-        _read(tmp_path, text, later="import os\nos.environ['TORCH_LOGS'] = 'a'\n", **files)
+    late = "import torch, later\ntorch.set_default_dtype(0)\n"
+    assert _read(tmp_path, text, late=late, later="") == [COMPILER]
+    assert not _read(tmp_path, text, late=late, later="a = torch.compile(b)\n")
+    with pytest.raises(UnfitError, match=r"later\.py can't be read"):
+        _read(tmp_path, text, late=late, later="def")
 
 
-def test_what_the_compiler_depends_on_may_change_later(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    (tmp_path / "own.py").write_text("def put(a, name):\n    setattr(a, name, 0)\n")
-    harmless = "torch.backends.cudnn.benchmark = True\ndef f(a):\n    a[torch.arange(3)] = 1\n"
-    script.write_text(f"import torch\n{harmless}")
-    assert not imports_of(script, [tmp_path]).delays_compiler
-    for line in (
-        *("pass", "import pytest", "os.chdir('a')", "import importlib"),
-        *("os.sched_setaffinity(0, {1})", "torch.nn.functional.dropout = os.fsencode"),
-        *("setattr(torch.nn, 'Linear', A)", "vars(torch)['matmul'] = A"),
-        *("os.system(f'taskset -cp 0 {os.getpid()}')", "DataLoader(0, init=torch.manual_seed)"),
-        *("from importlib.machinery import A", "from pydoc import locate", "torch.hub.load('a')"),
-        *(
-            "setattr(torch.nn, 'a', A['backends'])",
+@pytest.mark.parametrize(
+    ("line", "is_ahead"),
+    [
+        *((line, True) for line in (
+            "torch.backends.cudnn.benchmark = True",
+            "pattern = re.compile('a')",
+            "from importlib.metadata import version",
+            "torch.nn.functional.dropout = own",
+            "setattr(torch.nn, 'Linear', Own)",
+            "os.environ['HF_HOME'] = 'a'",
+            "os.chdir('a')",
             "from unittest import mock",
-            "import unittest.mock",
-            "torch.nn.__dict__.update(a=1)",
-        ),
-        *("a = torch.nn.functional; a.dropout = A", "for a in (0, torch.nn): a.Linear = A"),
-        *("(a := torch.nn).Linear = A", "put(torch.nn, 'Linear')", "self.a.dropout = A"),
-        *("import not_there", "os.fchdir(3)", "from torch import manual_seed as seed"),
-        *("for a in entry_points(group='a'): a.load()", "os.system('numactl a')"),
-        *("setattr(self.module, name, A)", "for a, name in PATCHES: setattr(a, name, A)"),
-    ):
-        helper = "from own import put\n" * ("put(" in line)
-        script.write_text(f"import os, torch\n{helper}def main():\n    {line}\n")
-        assert imports_of(script, [tmp_path]).delays_compiler == (line != "pass"), line
-
-
-def test_what_is_set_of_other_objects_leaves_the_compiler(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    for line in (
-        *("model.fc = torch.nn.Linear(1, 1)", "for a in model.parameters(): a.requires_grad = 0"),
-        *("args.distributed = True", "setattr(args, name, 1)", "self.norm = torch.nn.ReLU"),
-        *(
-            "torch.nn.Sequential(torch.nn.ReLU)",
-            "torch.manual_seed(1)",
-            "self.__dict__.update(a=1)",
-        ),
-        *("print(torch.float32)", "from importlib.metadata import version"),
-        *(
-            *("torch.backends.cuda.matmul.allow_tf32 = True", "torch._inductor.config.a = 1"),
+            "DataLoader(0, worker_init_fn=torch.manual_seed)",
             "torch.hub.load_state_dict_from_url('a')",
-            "try: import not_there\n    except A: pass",
-        ),
-    ):
-        text = f"import torch\nclass A:\n  def main(self, args, model, name):\n    {line}\n"
-        script.write_text(text)
-        assert not imports_of(script, [tmp_path]).delays_compiler, line
+            "try: import not_there\n    except ImportError: pass",
+        )),
+        *((line, False) for line in (
+            "net = torch.compile(net)",
+            "torch.export.export(net)",
+            "parser.add_argument('--torch_compile')",
+            "torch._dynamo.config.cache_size_limit = 64",
+            "print(torch._inductor.config.max_autotune)",
+            "import triton",
+            "from sympy import Symbol",
+            "attn_implementation='flex_attention'",
+            "import pytest",
+            "import importlib",
+            "from importlib.machinery import A",
+            "from pydoc import locate",
+            "net = torch.hub.load('a', 'b')",
+            "import not_there",
+            "import hydra",
+            "exec(open('configurator.py').read())",
+            "for a in entry_points(group='a'): a.load()",
+            "sys.path.append('..')",
+        )),
+    ],
+)  # fmt: skip
+def test_a_script_that_may_use_the_compiler_imports_it_itself(
+    tmp_path: Path, line: str, is_ahead: bool
+) -> None:
+    text = f"import os, re, sys, torch\ndef main(parser, net):\n    {line}\n"
+    assert (COMPILER in _read(tmp_path, text)) == is_ahead
+
+
+def test_a_script_whose_arguments_ask_for_the_compiler_imports_it_itself(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import torch\n")
+    assert modules_ahead(script, [tmp_path], ["--lr", "1"]) == [COMPILER]
+    assert not modules_ahead(script, [tmp_path], ["--torch_compile", "1"])
