@@ -97,3 +97,26 @@ def test_a_script_that_imports_torch_late_has_none_before(tmp_path: Path) -> Non
     assert log.read_text() == "False\n"
     text = (log.parent / "agent.log").read_text()
     assert "by exec: train.py, line 5, comes before the import of torch" in text
+
+
+def test_a_script_that_changes_a_variable_unseen_starts_again_by_exec(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import os, sys\n"
+        "print('torch' in sys.modules, os.environ.get('HF_HOME'))\n"
+        "env = os.environ\n"
+        "env.update(HF_HOME='1', OMP_NUM_THREADS='2')\n"
+        "import torch\n"
+        "print(torch.get_num_threads(), sys.argv[1:], os.environ['HF_HOME'])\n"
+    )
+    job = DryRun(
+        tmp_path / "runs", "--nproc-per-node", "1", "--max-failures", "0", str(script), "--a"
+    )
+    assert job.end() == 0, job.printed()
+    (log,) = job.run.logs.glob("attempt-0/*/rank-0.log")
+    assert log.read_text().splitlines() == [
+        "False None",
+        "hpc-ddp: HF_HOME has changed before the import of torch: the script starts again, by exec",
+        "False None",
+        "2 ['--a'] 1",
+    ]

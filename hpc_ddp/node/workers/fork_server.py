@@ -33,9 +33,10 @@ from typing import TYPE_CHECKING
 from hpc_ddp.core import process
 from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.job.variables import OF_A_RANK
+from hpc_ddp.node.workers.first_import import MISSING, FirstImport
 from hpc_ddp.node.workers.forked_script import ForkedScript, is_main_kept, wipe_main_first
 from hpc_ddp.node.workers.module_files import find_hiding_file, own_folders
-from hpc_ddp.node.workers.preload import MISSING, forget_rank, import_all, name_of_plugin
+from hpc_ddp.node.workers.preload import forget_rank, import_all, name_of_plugin
 from hpc_ddp.node.workers.script_imports import UnfitError, modules_ahead
 from hpc_ddp.node.workers.worker import (
     OF_AN_MPI_TASK,
@@ -291,7 +292,9 @@ class _Server:
         heed_notice()
         os.write(2, os.pread(self.output, os.fstat(self.output).st_size, 0))
         os.close(self.output)
-        return ForkedScript.become(words)
+        script = ForkedScript.become(words)
+        FirstImport(words)  # last: nothing of hpc-ddp may import torch before the script does
+        return script
 
 
 def _end_collections() -> None:

@@ -17,6 +17,7 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from hpc_ddp.core.job.variables import OF_A_RANK
+from hpc_ddp.node.workers.first_import import MISSING
 from hpc_ddp.node.workers.script_imports import UnfitError
 from hpc_ddp.node.workers.worker import is_of_mpi_task
 
@@ -27,7 +28,6 @@ RANK_NAMES = re.compile(
     r"|SLURM_NTASKS_PER_NODE|PMI\w*_RANK|OMPI_COMM_WORLD_\w+"
 )
 DEVICE_FILES = ("/dev/nvidia", "/dev/kfd", "/dev/dri", "/dev/infiniband", "/dev/davinci")
-MISSING: set[str] = set()  # names of modules that imports have looked for in vain
 THREADS = "/proc/self/task"
 ENDING_S = 1.0  # of a thread that has been joined
 

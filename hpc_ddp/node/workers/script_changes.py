@@ -16,9 +16,8 @@ from hpc_ddp.node.workers.public_packages import HARMLESS_PACKAGES
 READ_LATE = re.compile(
     rf"{OF_A_RANK}|CUDA_VISIBLE_DEVICES|CUBLAS_WORKSPACE_CONFIG|TOKENIZERS_PARALLELISM|(TORCH_)?NCCL_\w+|GLOO_\w+|FI_\w+|UCX_\w+"
 )
-# Calls that an import may depend on, of torch, Python and numpy.
+# Calls that an import may depend on, of Python and numpy.
 SETTINGS = (
-    *("set_default_dtype", "set_default_device", "set_default_tensor_type"),
     *("chdir", "setlocale", "filterwarnings", "simplefilter", "basicConfig"),
     *("dictConfig", "fileConfig", "setLoggerClass", "seterr"),
 )
@@ -31,8 +30,8 @@ NO_SETTINGS = {
     "warnings": re.compile(r"warn|warn_explicit|formatwarning"),
     "locale": re.compile(r"(get|format|str|ato)\w*|localeconv|currency|normalize|delocalize"),
 }
-# Methods that set something, of loggers and psutil's processes.
-OF_OBJECTS = ("setLevel", "addHandler", "removeHandler", "addFilter", "cpu_affinity")
+# Methods of loggers that set something.
+OF_LOGGERS = ("setLevel", "addHandler", "removeHandler", "addFilter")
 FIELDS_OF_LOGGERS = ("propagate", "disabled")
 # Names of Python that may change an import, or run any text.
 ACTING = (
@@ -53,15 +52,6 @@ VALUES = (
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 STATEMENTS = (ast.Expr, ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Delete)
 READS = ("get", "copy", "items", "keys", "values", "__contains__", "__getitem__")  # of os.environ
-# Places of an expression, and functions, that only read it.
-READING = (
-    *(ast.Subscript, ast.Compare, ast.Starred, ast.comprehension, ast.FormattedValue),
-    *(ast.BinOp, ast.Expr, ast.If, ast.While),
-)
-READERS = (
-    *("dict", "print", "pprint", "len", "list", "tuple", "set", "sorted", "str", "repr", "any"),
-    *("all", "bool", "copy", "deepcopy", "dumps"),
-)
 
 
 def parts_that_call(node: ast.stmt) -> list[ast.expr]:
@@ -113,7 +103,7 @@ def may_change_anything(node: ast.AST, modules: Mapping[str, str]) -> bool:
     variable, the search path or a setting; or, in a way that its text does not show, by a patch of
     a module or a call of a function that may do so. `modules` has the names that the file has bound
     so far, with the module of each; '' for a function or class; ``*`` for all names of a module."""
-    return _hands_on_environ(node) or any(
+    return any(
         _patches(inner, modules) or _changes_variable(inner) or _may_run_anything(inner, modules)
         for inner in ast.walk(node)
     )
@@ -146,7 +136,7 @@ def _may_run_anything(node: ast.AST, modules: Mapping[str, str]) -> bool:
     is_any = root and not hasattr(builtins, root)
     module = modules.get(root, modules.get("*") if is_any else None)
     is_unread = module is not None and not _is_safe(module)
-    if name in OF_OBJECTS or root in ACTING or is_unread:
+    if name in OF_LOGGERS or root in ACTING or is_unread:
         return True
     if module and module not in OF_TEXT and SETTERS.fullmatch(name):
         return True
@@ -264,45 +254,6 @@ def function_name(node: ast.Call) -> str:
     """Return the name of a called function, '' if it has none."""
     function = node.func
     return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
-
-
-def renames_part_of_os(node: ast.ImportFrom | ast.Import) -> bool:
-    """Return whether an import gives another name to a part of ``os``, of which
-    `may_change_anything` goes by the names."""
-    is_of_os = isinstance(node, ast.ImportFrom) and node.module == "os"
-    return is_of_os and any(alias.asname for alias in node.names)
-
-
-def _hands_on_environ(part: ast.AST) -> bool:
-    """Return whether a part of a file gives ``os.environ`` to a function, a variable or an object,
-    which may change it under another name. Uses that only read it do not count, nor those that
-    `_changes_variable` sees: ``os.environ["A"]``, ``"A" in os.environ``, ``os.environ.get``,
-    ``dict(os.environ)``, ``for name in os.environ``."""
-    parents = {child: node for node in ast.walk(part) for child in ast.iter_child_nodes(node)}
-    for node, parent in parents.items():
-        if not _is_environ(node) or not isinstance(getattr(node, "ctx", None), ast.Load):
-            continue
-        if isinstance(parent, ast.Attribute):
-            call = parents.get(parent)
-            is_read = parent.attr in READS or getattr(call, "func", None) is parent
-        else:
-            is_read = isinstance(parent, READING) or _is_read(node, parent, parents)
-        if not is_read:
-            return True
-    return False
-
-
-def _is_read(node: ast.AST, parent: ast.AST, parents: Mapping[ast.AST, ast.AST]) -> bool:
-    """Return whether an expression, whose place in the tree `parent` and `parents` show, is only
-    read there: unpacked by ``**``, gone through by a loop, or given to one of `READERS`."""
-    if isinstance(parent, (ast.For, ast.AsyncFor)):
-        return parent.iter is node
-    if isinstance(parent, ast.Dict):  # {**os.environ}
-        return parent.keys[parent.values.index(node)] is None  # type: ignore[arg-type]
-    if isinstance(parent, ast.keyword):
-        call = parents.get(parent)
-        return parent.arg is None or (isinstance(call, ast.Call) and function_name(call) in READERS)
-    return isinstance(parent, ast.Call) and function_name(parent) in READERS
 
 
 def _is_environ(node: ast.AST) -> bool:

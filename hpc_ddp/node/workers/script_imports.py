@@ -34,7 +34,6 @@ from hpc_ddp.node.workers.script_changes import (
     may_change_anything,
     parts_that_call,
     parts_that_run,
-    renames_part_of_os,
     uses_unread,
 )
 
@@ -247,7 +246,6 @@ def _note_steps(
         statements.add(node)
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             modules |= bound_names(node)
-            reading.steps += [node.lineno] if renames_part_of_os(node) else []
             reading.steps += _split(node, is_certain, node in tried)
         elif any(may_change_anything(part, modules) for part in parts_that_run(node)) or any(
             uses_unread(part, modules) for part in parts_that_call(node)

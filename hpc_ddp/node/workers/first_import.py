@@ -1,0 +1,90 @@
+"""The first import of torch by a script that runs in a fork, whose process has torch already.
+
+What comes before that import is read before the fork (`script_imports`). This looks at what it has
+really changed: by a function, say, that the reader knows for a harmless one.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import os
+import re
+import sys
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+from typing import Any
+
+from hpc_ddp.node.workers.script_changes import READ_LATE
+
+TORCH = "torch"
+# Variables that packages set at their import (joblib, scikit-learn, OpenCV, MLflow), and on which
+# torch's does not depend.
+SET_BY_PACKAGES = re.compile(
+    r"KMP_(DUPLICATE_LIB_OK|INIT_AT_FORK)|LD_LIBRARY_PATH|_(MLFLOW|RJEM)_\w+"
+)
+MISSING: set[str] = set()  # names of modules that imports have looked for in vain
+
+
+class FirstImport(importlib.abc.Loader):
+    """A finder and loader of torch alone, which is hidden from ``sys.modules`` up to its first
+    import. It then puts the module back; where the environment, the working directory, the CPUs or
+    ``sys.path`` are not those of the script's start, or where one of the `MISSING` modules is there
+    now, the process becomes `command` anew, by exec, as it was at its start."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        """Hide torch, in the process that is about to run the script of `command` (python, its
+        options, the script and its arguments)."""
+        self.command = list(command)
+        self.torch: ModuleType = sys.modules.pop(TORCH)
+        self.spec = self.torch.__spec__
+        self.process = os.getpid()
+        self.folder, self.environ = os.getcwd(), dict(os.environ)
+        self.path, self.cpus = list(sys.path), os.sched_getaffinity(0)
+        self.finder: Any = self
+        sys.meta_path.insert(0, self.finder)
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        """Return how torch is loaded; None for any other module."""
+        if name != TORCH or self.spec is None:
+            return None
+        spec = ModuleSpec(name, self, origin=self.spec.origin)
+        spec.submodule_search_locations = self.spec.submodule_search_locations
+        spec.has_location = True
+        return spec
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """Return torch, where nothing has changed that its import depends on. A process that the
+        script has forked gets it in any case."""
+        sys.meta_path.remove(self.finder)
+        if os.getpid() == self.process and (change := self._find_change()):
+            self._start_again(change)
+        return self.torch
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Leave the module as its real import has made it."""
+        module.__spec__ = self.spec
+
+    def _find_change(self) -> str:
+        """Return, in words, what has changed since the start of the script; '' if nothing has."""
+        for name in sorted({*self.environ, *os.environ}):
+            is_harmless = READ_LATE.fullmatch(name) or SET_BY_PACKAGES.fullmatch(name)
+            if self.environ.get(name) != os.environ.get(name) and not is_harmless:
+                return name
+        if os.getcwd() != self.folder:
+            return "the working directory"
+        if sys.path != self.path:
+            return "sys.path"
+        if os.sched_getaffinity(0) != self.cpus:
+            return "the number of CPUs"
+        tops = sorted({name for name in MISSING if "." not in name} - {*sys.modules, TORCH})
+        return next((f"the module {top}" for top in tops if PathFinder.find_spec(top)), "")
+
+    def _start_again(self, change: str) -> None:
+        """Replace this process by the script's own, by exec, with the environment, folder and CPUs
+        that it had at its start; say so on stderr."""
+        text = f"{change} has changed before the import of torch: the script starts again, by exec"
+        os.write(2, f"hpc-ddp: {text}\n".encode())
+        os.chdir(self.folder)
+        os.sched_setaffinity(0, self.cpus)
+        os.execve(sys.executable, [sys.executable, *self.command[1:]], self.environ)

@@ -1,0 +1,136 @@
+"""A script that changes, before its import of torch, what that import depends on starts again."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from hpc_ddp.node.workers import first_import
+from hpc_ddp.node.workers.first_import import FirstImport
+
+COMMAND = ["python", "-u", "train.py", "--lr", "1"]
+
+
+@pytest.fixture(autouse=True)
+def torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[ModuleType]:
+    """A module in place of torch, in a process whose finders, folder and CPUs are its own."""
+    (tmp_path / "stand_in.py").touch()
+    spec = importlib.util.spec_from_file_location("torch", tmp_path / "stand_in.py")
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "torch", module)
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(first_import, "MISSING", {"not_there_yet", "torch.not_there"})
+    monkeypatch.chdir(tmp_path)
+    cpus = os.sched_getaffinity(0)
+    yield module
+    os.sched_setaffinity(0, cpus)
+
+
+@pytest.fixture
+def starts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], dict[str, str]]]:
+    """The commands, with their environments, that the process would become."""
+    commands: list[tuple[list[str], dict[str, str]]] = []
+
+    def execve(_: str, words: list[str], environ: dict[str, str]) -> None:
+        commands.append((words, environ))
+
+    monkeypatch.setattr(os, "execve", execve)
+    return commands
+
+
+def test_torch_is_hidden_up_to_its_import(torch: ModuleType) -> None:
+    spec = torch.__spec__
+    FirstImport(COMMAND)
+    assert "torch" not in sys.modules
+    query = importlib.util.find_spec("torch")
+    assert query is not None
+    assert spec is not None
+    assert query.origin == spec.origin
+    assert "torch" not in sys.modules
+    assert importlib.import_module("torch") is torch
+    assert torch.__spec__ is spec
+    assert not any(isinstance(finder, FirstImport) for finder in sys.meta_path)
+
+
+def _set_variable(folder: Path) -> None:
+    os.environ["HF_HOME"] = "a"
+
+
+def _change_folder(folder: Path) -> None:
+    os.chdir("/")
+
+
+def _append_path(folder: Path) -> None:
+    sys.path.append("a")
+
+
+def _bind_to_cpu(folder: Path) -> None:
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+
+
+def _install_module(folder: Path) -> None:
+    (folder / "not_there_yet").mkdir()
+    (folder / "not_there_yet" / "__init__.py").touch()
+    importlib.invalidate_caches()
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (_set_variable, "HF_HOME"),
+        (_change_folder, "the working directory"),
+        (_append_path, "sys.path"),
+        (_bind_to_cpu, "the number of CPUs"),
+        (_install_module, "the module not_there_yet"),
+    ],
+)
+def test_a_change_starts_the_script_again_as_at_its_start(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    starts: list[tuple[list[str], dict[str, str]]],
+    change: Callable[[Path], None],
+    name: str,
+) -> None:
+    monkeypatch.delenv("HF_HOME", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    cpus = os.sched_getaffinity(0)
+    if change is _bind_to_cpu and len(cpus) == 1:
+        pytest.skip("this process has one CPU only")
+    FirstImport(COMMAND)
+    change(tmp_path)
+    importlib.import_module("torch")
+    ((words, environ),) = starts
+    assert words[1:] == COMMAND[1:]
+    assert "HF_HOME" not in environ
+    assert (Path.cwd(), os.sched_getaffinity(0)) == (tmp_path, cpus)
+    assert f"hpc-ddp: {name} has changed before the import of torch" in capfd.readouterr().err
+    os.environ.pop("HF_HOME", None)
+
+
+def test_variables_that_are_read_late_may_change(
+    monkeypatch: pytest.MonkeyPatch, starts: list[tuple[list[str], dict[str, str]]]
+) -> None:
+    FirstImport(COMMAND)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    importlib.import_module("torch")
+    assert not starts
+
+
+def test_a_process_that_the_script_forks_gets_torch(
+    starts: list[tuple[list[str], dict[str, str]]], torch: ModuleType
+) -> None:
+    finder = FirstImport(COMMAND)
+    finder.process += 1
+    os.chdir("/")
+    assert importlib.import_module("torch") is torch
+    assert not starts
