@@ -1,7 +1,7 @@
 """The first import of torch by a script that runs in a fork, whose process has torch already.
 
-What comes before that import is read before the fork (`script_imports`). This looks at what it has
-really changed: by a function, say, that the reader knows for a harmless one.
+The lines before that import are read before the fork (`script_imports`). This module looks at what
+they have really changed: by a function, say, that the reader takes for a harmless one.
 """
 
 from __future__ import annotations
