@@ -35,7 +35,7 @@ from hpc_ddp.report.status.run_table import local_trials_text
 from hpc_ddp.slurm import own_cluster
 from hpc_ddp.submission import backends
 from hpc_ddp.submission import preflight as launch_preflight
-from hpc_ddp.submission.drill.runs import drill as run_drill
+from hpc_ddp.submission.drill.drill import drill as run_drill
 from hpc_ddp.submission.plan import Plan, PreparedRun, plan_new
 from hpc_ddp.submission.restart import plan_continuation, plan_rerun, set_aside
 from hpc_ddp.submission.run_files.earlier import remove_note

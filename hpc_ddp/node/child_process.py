@@ -25,7 +25,7 @@ from hpc_ddp.core.job.attempt_folder import NodeFolder
 from hpc_ddp.core.process import NOTICE_SIGNALS, mortal_name
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node.net.place import Place
-from hpc_ddp.node.watch.peer_links import Task
+from hpc_ddp.node.watch.wake_links import Task
 from hpc_ddp.node.workers.worker import command_after_setup, worker_command
 
 NODE_SETUP = "HPC_DDP_NODE_SETUP"  # the variable with the set-up lines that run before the child

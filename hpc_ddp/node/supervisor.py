@@ -54,7 +54,7 @@ from hpc_ddp.node.watch.attempt_watch import AttemptWatch
 from hpc_ddp.node.watch.head_failover import take_over_verdict, watch_head
 from hpc_ddp.node.watch.local_notice import LocalNotice
 from hpc_ddp.node.watch.log_offsets import Growth
-from hpc_ddp.node.watch.signals import Signals
+from hpc_ddp.node.watch.received_signals import Signals
 from hpc_ddp.node.workers.staging.removal import leave_tree
 
 POLL_EVERY_S = 1.0

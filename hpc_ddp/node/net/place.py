@@ -14,7 +14,8 @@ from hpc_ddp.core.file_io import patiently
 from hpc_ddp.core.job.attempt_folder import AttemptFolder
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node.net.fabric_lookup import Interconnect, fabric_variables, read_nccl_conf
-from hpc_ddp.node.net.network import LOOPBACK, interface_to, reachable_name
+from hpc_ddp.node.net.interface import interface_to
+from hpc_ddp.node.net.network import LOOPBACK, reachable_name
 
 
 @dataclass(frozen=True)

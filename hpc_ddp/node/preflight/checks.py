@@ -39,7 +39,7 @@ from typing import Any, NamedTuple
 from hpc_ddp.core.accelerators import VENDORS, device_files, listed_devices
 from hpc_ddp.core.attempt_env import AttemptEnv
 from hpc_ddp.core.process import NOTICE_SIGNALS, STOOD_STILL_S
-from hpc_ddp.node.net import fabric_lookup, network
+from hpc_ddp.node.net import fabric_lookup, interface, network
 from hpc_ddp.node.net.place import Place
 from hpc_ddp.node.preflight import agent_link, bandwidth
 from hpc_ddp.node.preflight.links import Listener, check_partners, partners
@@ -82,8 +82,8 @@ def check_interface(place: Place) -> dict[str, Any]:
     interfaces = [interface for _, interface in socket.if_nameindex()]
     if name not in interfaces:
         raise UnfitError(f"there is no interface {name!r}, only {', '.join(interfaces)}")
-    address = network.address_of(name)
-    if address is None and not network.has_ipv6(name):
+    address = interface.address_of(name)
+    if address is None and not interface.has_ipv6(name):
         raise UnfitError(f"the interface {name} has no address")
     return {"interface": name, "address": address}
 

@@ -9,7 +9,7 @@ import time
 from hpc_ddp.core.attempt_env import INTERACTIVE
 from hpc_ddp.node.net.place import Place
 from hpc_ddp.node.watch.folder_watch import FolderWatch
-from hpc_ddp.node.watch.peer_links import PeerLinks, Task
+from hpc_ddp.node.watch.wake_links import PeerLinks, Task
 
 LOOK_EVERY_S = 1.0
 FENCE_EVERY_S = 10.0  # listing a folder costs an NFS server more than opening a file

@@ -8,7 +8,7 @@ from typing import Any
 from hpc_ddp.core.job.attempt_folder import AttemptFolder
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node.net.place import Place
-from hpc_ddp.node.watch.signals import Signals
+from hpc_ddp.node.watch.received_signals import Signals
 from hpc_ddp.submission.run_files.library import carry_library
 
 

@@ -17,7 +17,7 @@ import pytest
 
 from hpc_ddp.core.process import NOTICE_SIGNALS
 from hpc_ddp.core.run_folder import RunFolder
-from hpc_ddp.node.net import fabric_lookup, network
+from hpc_ddp.node.net import fabric_lookup, interface
 from hpc_ddp.node.net.place import Place
 from hpc_ddp.node.preflight import agent_link, bandwidth, checks
 from hpc_ddp.node.preflight.checks import UnfitError
@@ -39,9 +39,9 @@ def interfaces(monkeypatch: pytest.MonkeyPatch) -> dict[str, str | None]:
     addresses: dict[str, str | None] = {"lo": "127.0.0.1", "eth0": "10.0.0.1", "ib0": None}
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     monkeypatch.setattr(socket, "if_nameindex", lambda: list(enumerate(addresses, 1)))
-    monkeypatch.setattr(network, "address_of", addresses.get)
+    monkeypatch.setattr(interface, "address_of", addresses.get)
     monkeypatch.setattr(Place, "chosen_interface", "eth0")
-    monkeypatch.setattr(network, "has_ipv6", lambda name: False)
+    monkeypatch.setattr(interface, "has_ipv6", lambda name: False)
     return addresses
 
 
@@ -54,7 +54,7 @@ def test_the_interface_has_an_address(
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
     with pytest.raises(UnfitError, match="the interface ib0 has no address"):
         checks.check_interface(_place())
-    monkeypatch.setattr(network, "has_ipv6", lambda name: name == "ib0")
+    monkeypatch.setattr(interface, "has_ipv6", lambda name: name == "ib0")
     assert checks.check_interface(_place()) == {"interface": "ib0", "address": None}
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib1")
     with pytest.raises(UnfitError, match="there is no interface 'ib1', only lo, eth0, ib0"):

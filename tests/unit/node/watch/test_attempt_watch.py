@@ -14,7 +14,7 @@ from hpc_ddp.node.watch.attempt_watch import (
     QUIET_S,
     AttemptWatch,
 )
-from hpc_ddp.node.watch.peer_links import PeerLinks, Task
+from hpc_ddp.node.watch.wake_links import PeerLinks, Task
 from unit.fakes import Clock, stop_clock
 from unit.node.fakes import place_of
 

@@ -10,7 +10,7 @@ import pytest
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.journal.events import FirstStep, WorkerStarted
 from hpc_ddp.core.run_folder import RunFolder
-from hpc_ddp.submission.drill import runs
+from hpc_ddp.submission.drill import drill as runs
 from hpc_ddp.submission.drill.result import DrillResult
 
 

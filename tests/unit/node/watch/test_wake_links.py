@@ -15,8 +15,8 @@ import pytest
 from hpc_ddp.core.file_io import read_json
 from hpc_ddp.core.job.attempt_folder import AttemptFolder
 from hpc_ddp.core.run_folder import RunFolder
-from hpc_ddp.node.watch import peer_links
-from hpc_ddp.node.watch.peer_links import FANOUT, SILENCE_S, Link, PeerLinks, Task
+from hpc_ddp.node.watch import wake_links
+from hpc_ddp.node.watch.wake_links import FANOUT, SILENCE_S, Link, PeerLinks, Task
 from tests.waiting import wait_until
 from unit.node.fakes import place_of
 
@@ -68,8 +68,8 @@ def start(
     attempt: AttemptFolder, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[[int], PeerLinks]]:
     """Start the links of a supervisor of three; all are closed at the end."""
-    monkeypatch.setattr(peer_links, "PAUSE_S", 0.05)
-    monkeypatch.setattr(peer_links, "RETRY_S", 0.05)
+    monkeypatch.setattr(wake_links, "PAUSE_S", 0.05)
+    monkeypatch.setattr(wake_links, "RETRY_S", 0.05)
     started: list[PeerLinks] = []
 
     def make(index: int) -> PeerLinks:
@@ -213,7 +213,7 @@ def test_a_false_parent_is_not_believed(
 def test_strangers_can_not_fill_the_supervisor(
     start: Callable[[int], PeerLinks], attempt: AttemptFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peer_links, "STRANGERS", 2)
+    monkeypatch.setattr(wake_links, "STRANGERS", 2)
     start(0)
     waiting = [connect(attempt) for _ in range(2)]
     for stranger in waiting:
@@ -251,7 +251,7 @@ def test_a_disk_without_the_secret_leaves_no_links(
     def raise_error(act: Callable[[], object]) -> None:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(peer_links, "patiently", raise_error)
+    monkeypatch.setattr(wake_links, "patiently", raise_error)
     links = PeerLinks(place_of(attempt, nodes=NODES, index=0), Task(0, 3))
     links._serve()
     assert not links.is_whole
