@@ -11,6 +11,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
@@ -56,7 +57,8 @@ class FirstImport(importlib.abc.Loader):
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         """Return torch, where nothing has changed that its import depends on. A process that the
         script has forked gets it in any case."""
-        sys.meta_path.remove(self.finder)
+        with suppress(ValueError):  # the script has put other finders in place of these
+            sys.meta_path.remove(self.finder)
         if os.getpid() == self.process and (change := self._find_change()):
             self._start_again(change)
         return self.torch
