@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence, Set
+from itertools import takewhile
 from pathlib import Path
 
 from hpc_ddp.core.file_io import read_text
@@ -15,7 +16,7 @@ from hpc_ddp.submission.job_script.bash.quotes import split_quoted
 from hpc_ddp.submission.job_script.bash.scope import Scope
 from hpc_ddp.submission.job_script.bash.values import Counted, Value
 from hpc_ddp.submission.job_script.bash.words import literal
-from hpc_ddp.submission.job_script.conversion import PRINTS, Conversion
+from hpc_ddp.submission.job_script.conversion import ASKS_CODE, ENDED, FINALLY, PRINTS, Conversion
 from hpc_ddp.submission.job_script.directives import (
     names_not_set,
     read_sizes,
@@ -88,9 +89,12 @@ def _add_notes(result: Conversion, scope: Scope, missing: set[str]) -> None:
     if scope.defaults != of_shell or "job script's own arguments" in str(result.marks):
         text = "give the script's arguments, if it gets any: hpc-ddp import job.sbatch -- ARG…"
         result.note(0, text)
-    lines = result.lists.get("teardown", ())
-    teardown = [line for text, line in lines if line and not PRINTS.match(text)]
-    if teardown:
+    lines = [(text, n) for text, n in result.lists.get("teardown", ()) if not PRINTS.match(text)]
+    asking = [n for text, n in lines if text.startswith(ENDED)]
+    if asking:
+        result.note(asking[0], ASKS_CODE)
+    always = takewhile(lambda entry: not entry[0].startswith(ENDED), lines)
+    if teardown := [n for text, n in always if n and not text.startswith(FINALLY[0])]:
         text = "teardown runs after each attempt, also one that fails or is preempted"
         result.note(teardown[0], text)
     for line in [line for text, line in result.lists.get("setup", ()) if _ON_ERROR.match(text)]:

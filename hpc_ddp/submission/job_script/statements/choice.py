@@ -14,7 +14,7 @@ from hpc_ddp.submission.job_script.launchers.tasks import (
     TESTS,
     TRAINS,
     name_of,
-    only_tests,
+    only_ends_run,
     prepares,
 )
 from hpc_ddp.submission.job_script.statements.open_commands import leave_empty
@@ -112,7 +112,7 @@ def _set_others_aside(launches: list[Entry], nodes: int) -> Entry:
         is_plain = index < training[0] and complete and is_preparation
         if is_plain or (entry in aside and counted is not launches):
             _make_plain(statement, training[1])
-        elif index > training[0] and not launch.in_loop and only_tests(name_of(launch), words):
+        elif index > training[0] and not launch.in_loop and only_ends_run(name_of(launch), words):
             _make_plain(statement, training[1])
             statement.limit = FINALLY
         elif statement is not training[1]:

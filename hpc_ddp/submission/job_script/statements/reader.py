@@ -12,7 +12,7 @@ from hpc_ddp.submission.job_script.bash.comments import is_comment
 from hpc_ddp.submission.job_script.bash.syntax import Node, commands_of, source
 from hpc_ddp.submission.job_script.bash.values import doubts_in
 from hpc_ddp.submission.job_script.bash.words import Part, Word
-from hpc_ddp.submission.job_script.conversion import DECIDED, OURS, VERDICT, first_reason
+from hpc_ddp.submission.job_script.conversion import DECIDED, ENDED, OURS, first_reason
 from hpc_ddp.submission.job_script.launchers.launch import Launch
 from hpc_ddp.submission.job_script.statements.branch_reading import CHOOSES, BranchReading
 from hpc_ddp.submission.job_script.statements.loaded_texts import sentences_on
@@ -267,10 +267,10 @@ class Reader(BranchReading):
 
     def _read_list_with_launch(self, node: Node) -> None:
         """Append the statements of both sides of ``a && b`` or ``a || b`` with a launch. A command
-        without one behind it gives no statement if it only reports, as ``|| exit 1``, else a lost
-        one. With a launch behind a test or ``||`` alone, only the job knows whether it runs: the
-        first side ends the script where it does not, or, where more than prints follows, the whole
-        is one lost statement."""
+        without one behind it, as ``|| exit 1``, has `ENDED` in the launch's place. With a launch
+        behind a test or ``||`` alone, only the job knows whether it runs: the first side ends the
+        script where it does not, or, where more than prints follows, the whole is one lost
+        statement."""
         first, last = node.named_children[0], node.named_children[-1]
         is_test = re.match(r"(\[|test\b|!)", source(first)) or node.children[1].type == "||"
         if is_test and not self._has_launch(first):
@@ -293,14 +293,16 @@ class Reader(BranchReading):
             self._end_after_failures(count)
         if starts_launch or not self._has_launch(first):
             self._read_node(last)
-        elif blocks.only_reports(last, self._find_reporting_functions()):
-            self._resolve(last, VERDICT, OURS)
-        elif not does_more(source(last)) and (reason := first_reason(DECIDED, source(last), True)):
+            return
+        reported = syntax.parse(re.sub(r"\b\w+=[\"']?\$\?[\"']?", ":", source(last)))
+        only_reports = blocks.only_reports(reported, self._find_reporting_functions())
+        of_ours = not (only_reports or does_more(source(last)))
+        if of_ours and (reason := first_reason(DECIDED, source(last), True)):
             self._resolve(last, reason, OURS)
             self.notes.append((self._at(last)[0], reason))  # the line may be the launch's
         else:
-            reason = f"`{source(last):.30}` asks how the launch ended: see hpc-ddp's verdict"
-            self._add(last, lost=reason)
+            text = f"{ENDED} {node.children[1].type} {source(last)}"
+            self._add(last, text, reports=only_reports)
 
     def _end_after_failures(self, count: int) -> None:
         """Have each command from the statement `count` on end the script if it fails, as in front

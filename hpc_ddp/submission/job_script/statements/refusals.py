@@ -28,11 +28,16 @@ from hpc_ddp.submission.job_script.conversion import (
 )
 from hpc_ddp.submission.job_script.launchers.launch import Launch
 from hpc_ddp.submission.job_script.launchers.options import is_launcher
-from hpc_ddp.submission.job_script.launchers.tasks import only_tests
+from hpc_ddp.submission.job_script.launchers.tasks import only_ends_run
 from hpc_ddp.submission.job_script.secrets import is_secret, looks_secret
 from hpc_ddp.submission.job_script.statements.reader import Reader
 from hpc_ddp.submission.job_script.statements.requeues import separate_requeue
-from hpc_ddp.submission.job_script.statements.statement import Statement, with_functions
+from hpc_ddp.submission.job_script.statements.statement import (
+    Statement,
+    keeps_exit_code,
+    leaves_exit_code,
+    with_functions,
+)
 
 # A line that starts a step, though not in a text that it prints or assigns.
 _STEP = re.compile(
@@ -46,7 +51,8 @@ _STARTS = re.compile(rf"\b(torchrun|deepspeed|accelerate launch)\s.*\.py\b|{STAR
 _BY_VARIABLE = re.compile(r"(?:(?:eval|exec|time|nohup)\s+)*[\"'`]?\$\{?(\w+)")
 # The program of Python in a text, without its folder or package, and its arguments.
 _PROGRAM = re.compile(
-    r"\bpython[\d.]*\s+(-[A-Za-ln-z]\s+)*(-m\s+(\w+\.)*|([^\s-]\S*/)?)(?P<name>[\w-]+)(?P<arguments>.*)",
+    r"\bpython[\d.]*\s+(-[A-Za-ln-z]\s+)*(-m\s+(\w+\.)*|([^\s-]\S*/)?)(?P<name>[\w-]+)(\.py\b)?"
+    r"(?P<arguments>.*)",
     re.S,
 )
 # A node's address, asked for by ssh.
@@ -119,6 +125,7 @@ class Refusals:
         unknown = dict.fromkeys(self._node_variables, "a loop")
         training = next((s for s in self._statements if s.launch and s.launch is self.launch), None)
         is_beside = False  # the launch runs in the background there
+        keeps_code = self.launch is not None and keeps_exit_code(self._statements, self._at)
         has_no_hostfile = False  # a line that writes the file of hosts is left out
         status: set[str] = set()  # variables that have the launch's exit code
         files: dict[str, str] = {}  # that a lost statement writes, with its line
@@ -133,10 +140,10 @@ class Refusals:
                 is_beside |= statement.launch is self.launch and statement.text.endswith(" &")
                 continue
             is_beside &= not re.match(r"wait\b", statement.text)
-            if index > self._at and self.launch and statement.reports_status(status):
+            if leaves_exit_code(self._statements, self._at, index, status, keeps_code):
                 statement.decided = VERDICT
-                status |= {statement.name} - {""}
-                unknown |= dict.fromkeys({statement.name} - {""}, line)
+                status |= names
+                unknown |= dict.fromkeys(names, line)
                 continue
             is_trap = statement.first == "trap"
             # A trap for the script's end stays, if it ends what the set-up lines start.
@@ -269,7 +276,7 @@ class Refusals:
         if reason == DELETES and is_after and self._only_deletes_written(text, index):
             reason = ""
         program = _PROGRAM.search(text) if is_after and reason == TRAINS_BEHIND else None
-        if program and only_tests(program["name"], program["arguments"]):
+        if program and only_ends_run(program["name"], program["arguments"]):
             statement.limit, reason = FINALLY, ""
         if not (self.launch or reason) and (
             self._may_launch(text) or self._names_launch(statement)

@@ -133,7 +133,7 @@ def test_words_keep_their_meaning(lines: tuple[str, ...], settings: dict[str, An
         ((f"{TRAIN} --out <checkpoint>/run1 --lr 3",), 3, LOST, "of yours"),
         (("<ENV>", TRAIN), 3, LOST, "a placeholder"),
         (("source <the path>/activate", TRAIN), 3, LOST, "a placeholder"),
-        (("torchrun a.py || { touch x; scontrol requeue $SLURM_JOB_ID; }",), 3, LOST, "asks how"),
+        (("torchrun a.py || { touch x; scontrol requeue $SLURM_JOB_ID; }",), 3, TAKEN, "teardown"),
         (("trap 'cp a b; scontrol requeue $SLURM_JOB_ID' USR1", TRAIN), 3, LOST, "does more"),
         (("f() { cp a b; sbatch $0; }", "trap f USR1", TRAIN), 4, LOST, "does more"),
         (("source ./h.sh", 'L="torchrun a.py"', 'retry "$L"'), 5, LOST, "it may be the launch"),
