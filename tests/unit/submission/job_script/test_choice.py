@@ -266,6 +266,13 @@ def test_branches_that_write_other_configurations_are_not_merged(tmp_path: Path)
         ('[[ -v SLURM_GPUS_ON_NODE && -n "$SLURM_GPUS_ON_NODE" ]]', ["--yes"]),
         ('[[ -z "$SLURM_JOB_ID" || -n "$SLURM_NTASKS" ]]', ["--no"]),
         ('[[ "a && b" == "a && b" ]]', ["${ARGUMENTS_1[@]}"]),
+        # Patterns.
+        ("[[ $SLURM_GPUS_PER_NODE == *:* ]]", ["--no"]),
+        ("[[ $SLURM_GPUS_PER_NODE != *:* ]]", ["--yes"]),
+        ('[[ "$SLURM_GPUS_PER_NODE" == *":"* ]]', ["--no"]),
+        ("[[ ${SLURM_GPUS_PER_NODE} =~ 2 ]]", ["--yes"]),
+        ('[[ $SLURM_GPUS_PER_NODE == "*" ]]', ["${ARGUMENTS_1[@]}"]),
+        ("[[ $PARTITION == gpu* ]]", ["${ARGUMENTS_1[@]}"]),
     ],
 )
 def test_variables_of_slurm_in_conditions(test: str, args: list[str]) -> None:

@@ -192,6 +192,11 @@ def of_text(*lines: str) -> Conversion:
         (("#SBATCH --gpus-per-node=a100:4",
           "G=$(echo \"${SLURM_GPUS_PER_NODE:-8}\" | grep -oE '[0-9]+' || echo 8)",
           "torchrun --nproc_per_node=$G train.py"), {"nproc-per-node": None}),
+        (("#SBATCH --nodes=1 --gpus-per-node=rtx:2", "N=$SLURM_GPUS_PER_NODE",
+          "if [[ $N == *:* ]]; then N=$(echo $N | awk -F: '{print $NF}'); fi",
+          "torchrun --nproc_per_node=$N train.py"), {"nproc-per-node": None, "setup": None}),
+        (("#SBATCH --nodes=1 --gpus-per-node=rtx:2", "N=$SLURM_GPUS_PER_NODE",
+          'if [[ "$N" =~ ":" ]]; then N=${N##*:}; fi', f"{TRAIN} $N"), {"args": ["2"]}),
         # One program with other arguments in each branch.
         (("#SBATCH --array=1-2", "case $SLURM_ARRAY_TASK_ID in", "1) python train.py a ;;",
           "2) python train.py 'b c' ;;", "esac"),
