@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 
 from hpc_ddp.core.job.slurm_values import gpus_of
 from hpc_ddp.submission.job_script.bash.words import literal
@@ -20,7 +20,7 @@ from hpc_ddp.submission.job_script.directives import (
 )
 from hpc_ddp.submission.job_script.launchers.launch import Launch
 
-_OF_A_TASK = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID")
+OF_A_TASK = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID")
 
 
 def read_texts(directives: Directives, numbers: Mapping[str, int]) -> dict[str, str]:
@@ -294,10 +294,11 @@ def note_devices(result: Conversion, gpus: int) -> None:
             result.note(line, f"{name}: {reason}: worker-setup, if it is meant")
 
 
-def note_task_numbers(launch: Launch, result: Conversion) -> None:
+def note_task_numbers(launch: Launch, result: Conversion, of_batch: Set[str]) -> None:
     """Add a note to `result` on each variable in the program's arguments that the batch script
-    fills in with its own value, where hpc-ddp's workers have theirs: ``$SLURM_PROCID``."""
+    fills in, being one `of_batch`, with its own value, where hpc-ddp's workers have theirs:
+    ``$SLURM_PROCID``."""
     for word in launch.args:
-        for name in (n for n in word.names if n in _OF_A_TASK):
+        for name in sorted({*word.names} & of_batch & {*OF_A_TASK}):
             reason = "is the batch script's there, 0 for all tasks; here each worker has its own"
             result.note(word.line or launch.line, f"${name} {reason}")

@@ -172,6 +172,7 @@ def test_what_has_no_place_is_named(
         (("module load python/3.6.1", TRAIN), "hpc-ddp needs Python 3.10"),
         ((f"{TRAIN} --e $EPOCHS",), "$EPOCHS: not set in this shell"),
         (("accelerate launch a.py",), "default_config.yaml is not read"),
+        (('srun bash -c "podman run I torchrun --r=$SLURM_NODEID a.py"',), "each worker has its"),
     ],
 )
 def test_what_differs_has_a_note(lines: tuple[str, ...], note: str) -> None:
