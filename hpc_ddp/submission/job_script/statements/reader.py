@@ -26,8 +26,7 @@ from hpc_ddp.submission.job_script.statements.statement import (
 )
 
 _ENDS = re.compile(r"exit\b[^;&|\n]*$|exec\s+[^-<>&\d\s][^;&|\n]*$")  # exec of a program
-
-
+_EXPORTS_ALL = re.compile(r"(?<!\s--)\s([-+])(?:\w*a\w*|\w*o\s+allexport)(?=\s|$)")
 _PRINTS_ONLY = r"(echo|printf|date|hostname|nvidia-smi|pwd|ls|export|unset|set|module list)\b"
 
 
@@ -109,7 +108,7 @@ class Reader(BranchReading):
     def _command(self, node: Node, output: str = "", around: Node | None = None) -> None:
         """Append the statement of a simple command, with its launch if it is one. A function,
         ``eval`` or ``bash -c`` with a launch in it is replaced by the statements of its body or
-        text. ``cd``, ``shift`` and ``set -a`` change what is known of the statements behind them.
+        text. ``cd``, ``shift``, ``set -a`` and ``set +a`` change what is known of the statements behind them.
 
         `around` is the pipeline or redirection around the command, None without one; `output` is
         the file or pipe that the command writes to, '' without one.
@@ -138,7 +137,8 @@ class Reader(BranchReading):
             return
         if first == "cd":
             self.scope.change_folder(words)
-        self._exports_all |= first == "set" and bool(re.search(r"\s-\w*a|allexport", source(node)))
+        if first == "set" and (switch := _EXPORTS_ALL.search(source(node))):
+            self._exports_all = switch[1] == "-"
         is_function = first in self._functions  # of no launch, whatever its name
         launch = self._make_launch(node, [] if is_function else words, assignments, around or node)
         if launch.inner and self._has_launch(inner_text(launch.inner), launch.step, launch.args):

@@ -197,6 +197,11 @@ def of_text(*lines: str) -> Conversion:
           "torchrun --nproc_per_node=$N train.py"), {"nproc-per-node": None, "setup": None}),
         (("#SBATCH --nodes=1 --gpus-per-node=rtx:2", "N=$SLURM_GPUS_PER_NODE",
           'if [[ "$N" =~ ":" ]]; then N=${N##*:}; fi', f"{TRAIN} $N"), {"args": ["2"]}),
+        # Exported are the assignments between `set -a` and `set +a` alone.
+        (("set -a", "LR=1", "set +a", "SEED=2", TRAIN), {"env": {"LR": "1"}}),
+        (("set -o allexport; LR=1; set +o allexport", "SEED=2", TRAIN), {"env": {"LR": "1"}}),
+        (("set -a; LR=1; set +a", "LR=2", TRAIN), {"setup": ["set -a", "set +a", "export LR=2"]}),
+        (("set -- -a", "LR=1", TRAIN), {"env": None}),
         # One program with other arguments in each branch.
         (("#SBATCH --array=1-2", "case $SLURM_ARRAY_TASK_ID in", "1) python train.py a ;;",
           "2) python train.py 'b c' ;;", "esac"),
