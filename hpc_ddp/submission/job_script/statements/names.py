@@ -24,6 +24,12 @@ _OF_LINES = {"setup", "node-setup", "worker-setup", "teardown"}  # settings of b
 _NAMES = re.compile(r"\$\{?([A-Za-z_]\w*)")
 _WITH_DEFAULT = re.compile(r"\$\{(\w+):?[-=+]")
 _ASKS_FOR = re.compile(r"\[\s+(?:!\s+)?-[nz]\s+\"?\$\{?\w+\}?\"?(?=\s)")  # [ -z "$A" ]
+# What code sets, in a command's place, and not in an argument as lr=$lr.
+_SETS = re.compile(
+    r"(?:^|[;&|{`]|(?<!=)\(|(?:-\w*c|\beval)\s+[\"']|\b(?:then|do|else|export|local|declare|env)\s)"
+    r"\s*(?:-\w+\s+|\w+=[^\s;&|]*\s+)*\w+=|\bfor\s+\w+\s", re.M
+)  # fmt: skip
+_SET_NAMES = re.compile(r"(?<![\w=$/.:-])(\w+)(?==|\s+$)")
 _SETS_DEFAULT = re.compile(r"\$\{(\w+):?=")
 
 
@@ -54,8 +60,9 @@ def take_shell_variables(
             if statement.name not in names_in(_WITH_DEFAULT.sub("{", statement.text)):
                 with_default.add(statement.name)  # A=${A:-x}: the line reads the shell's
         is_set |= {statement.name, *statement.sets}
-    of_commands = {*re.findall(r"\b(\w+)=|\bfor\s+(\w+)\s", PRINTED_TEXT.sub(" ", lines))}
-    set_by_lines = {*set_by_lines, *(name for pair in of_commands for name in pair)}
+    assignments = (match[0] for match in _SETS.finditer(PRINTED_TEXT.sub(" ", lines)))
+    of_commands = {name for text in assignments for name in _SET_NAMES.findall(text)}
+    set_by_lines = {*set_by_lines, *of_commands}
     names -= (is_set | set_by_lines) - need_themselves
     names = {n for n in names if not OF_A_JOB.fullmatch(n) and not _OF_BASH.match(n)}
     for name in sorted(names & environ.keys()):

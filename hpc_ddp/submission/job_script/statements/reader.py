@@ -108,7 +108,7 @@ class Reader(BranchReading):
     def _command(self, node: Node, output: str = "", around: Node | None = None) -> None:
         """Append the statement of a simple command, with its launch if it is one. A function,
         ``eval`` or ``bash -c`` with a launch in it is replaced by the statements of its body or
-        text. ``cd``, ``shift``, ``set -a`` and ``set +a`` change what is known of the statements behind them.
+        text. ``cd``, ``shift`` and ``set`` change what is known of the statements behind them.
 
         `around` is the pipeline or redirection around the command, None without one; `output` is
         the file or pipe that the command writes to, '' without one.

@@ -453,6 +453,25 @@ def test_a_line_before_a_cd_runs_where_it_did(line: str, is_moved: bool) -> None
     assert ("cd /proj/p" in settings.get("setup", ())) is not is_moved
 
 
+@pytest.mark.parametrize(
+    ("line", "is_missing"),
+    [
+        ("echo N=$N", True),
+        (f"{TRAIN} n=$N", True),
+        (f'{TRAIN} "n=$N"', True),
+        ("python prep.py n=$N", True),
+        ("A=(n=$N x)", True),
+        ("N=1 M=2 bash -c 'echo $N'; echo $N", False),
+        ("for N in $(ls); do echo $N; done", False),
+        ("if [ -d a ]; then M=1 N=2; fi; echo $N", False),
+        ("srun bash -c 'export N=1; env; python train.py $N'", False),
+    ],
+)
+def test_an_argument_sets_no_variable(line: str, is_missing: bool) -> None:
+    notes = "; ".join(text for _, text in of_text("n=1", line, f"{TRAIN} ${{A[@]}}").notes)
+    assert ("$N: not set in this shell" in notes) is is_missing
+
+
 def test_a_line_with_a_default_asks_for_nothing() -> None:
     lines = "source e.sh", "B=${B:-4}", "echo $B", f"{TRAIN} --b $B --c $C"
     notes = "; ".join(text for _, text in of_text(*lines).notes)
