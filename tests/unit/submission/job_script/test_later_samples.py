@@ -408,6 +408,7 @@ def test_a_key_beside_a_value_is_no_secret(comment: str, is_taken: bool) -> None
         (f"{TRAIN} '$HOME' \"$HOME\"", ["${ARGUMENTS_1[@]}", "$HOME"]),
         (f"{TRAIN} '^$B$' '$HOME'", ["^$B$", "$HOME"]),
         ("time (python train.py --lr 1) |& tee a", ["--lr", "1"]),
+        ("time { python train.py --lr 1; }", ["--lr", "1"]),
     ],
 )
 def test_arguments_are_those_of_the_program(line: str, args: list[str]) -> None:
