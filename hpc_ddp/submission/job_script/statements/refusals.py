@@ -19,7 +19,6 @@ from hpc_ddp.submission.job_script.conversion import (
     PLACEHOLDER,
     PRINTS,
     REFUSED,
-    RELATIVE,
     STARTS_PYTHON,
     TRAINS_BEHIND,
     VERDICT,
@@ -322,9 +321,8 @@ class Refusals:
 
     def _find_shell_reason(self, statement: Statement, training: Statement) -> str:
         """Return why a statement behind a child shell, ``( … )``, that has the `training` in it
-        can't be a clean-up line: it needs a name that the shell sets, or a relative path where the
-        shell has changed the folder. Return '' without a reason. The shell of a task changes
-        nothing for clean-up lines."""
+        can't be a clean-up line: it needs a name that the shell sets; '' without a reason. The
+        shell of a task changes nothing for clean-up lines."""
         depth = len(statement.shells)
         if len(training.shells) <= depth:
             return ""
@@ -332,9 +330,7 @@ class Refusals:
         inner = [s for s in self._statements if shell in s.shells and not s.in_task]
         if names := {n for s in inner for n in (s.name, s.defines, *s.sets)} & statement.names:
             return f"the shell around the launch sets another {min(names)}: teardown, if needed"
-        is_moved = any(s.first in ("cd", "pushd") for s in inner)
-        is_of_folder = is_moved and RELATIVE.search(statement.text)
-        return "the launch has another folder: teardown, if needed" if is_of_folder else ""
+        return ""
 
     def is_of_launch(self, name: str) -> bool:
         """Return whether the assignment of the variable `name`, or of one that it needs, is of the

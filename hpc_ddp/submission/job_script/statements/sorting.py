@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import re
+import shlex
 from collections.abc import Set
 from typing import NamedTuple
 
@@ -116,6 +117,7 @@ class Sorter:
     def _sort_statements(self) -> None:
         """Sort all statements but the launch into `result`."""
         lines: list[tuple[str, str, int]] = []
+        back = self._find_return()
         # From the last statement on: later ones tell which variables are needed.
         for index, statement in reversed([*enumerate(self._statements)]):
             if statement.launch is None or statement.lost:
@@ -126,9 +128,23 @@ class Sorter:
             elif statement.launch is self.launch:
                 self._in_launch = statement.names
                 self.result.mark(*statement.lines, TAKEN, "the launch")
+            has_line = any(k == "teardown" and not PRINTS.match(text) for k, text, _ in lines)
+            if index == back and has_line:
+                lines.append(("teardown", f"cd {shlex.quote(self._start)}", statement.lines[0]))
         for key, text, line in reversed(lines):
             self.result.append(key, text, line)
         self.result.env = dict(reversed(self.result.env.items()))
+
+    def _find_return(self) -> int:
+        """Return the index of the first statement behind a child shell of the batch script that is
+        around the launch, and changes the folder for itself; -1 without one."""
+        shells = self._statements[self._at].shells if self.launch else ()
+        for index, statement in enumerate(self._statements[self._at + 1 :], self._at + 1):
+            left = {*shells[len(statement.shells) :]}
+            inner = {s.first for s in self._statements if left & {*s.shells} and not s.in_task}
+            if {"cd", "pushd"} & inner:
+                return index
+        return -1
 
     def _sort(self, statement: Statement, index: int) -> Fate:
         """Return what becomes of a statement, of an `index`. Put its variable or ``chdir`` into

@@ -769,7 +769,6 @@ def test_gpus_of_a_script_without_a_number_of_nodes(options: str) -> None:
         (("export SLURM_EXPORT_ENV=ALL", TRAIN), 3, OURS, "the step has"),
         (("A=$(x)", "B=c/$A", "A=2", 'srun bash -c "python a.py $B"'), 6, LOST, "set anew before"),
         (("X=1", f"(X=2; cd src; {TRAIN})", "cp a $X"), 5, LOST, "sets another X: teardown"),
-        (("X=1", f"(X=2; cd src; {TRAIN})", "cp a b/c"), 5, LOST, "the launch has another folder"),
         (("X=1", f"(X=2; cd src; {TRAIN})", "cp /a /b"), 5, TAKEN, "teardown"),
         (("sub() { sbatch $0; }", TRAIN, "sub"), 5, OURS, "requeued until it has finished"),
         (("sub() { sbatch $0; }", TRAIN, "if x; then sub; fi"), 5, OURS, "requeued until"),
@@ -928,6 +927,13 @@ READ = ("read -r -d '' CMD <<EOF", "torchrun --nnodes=2 train.py \\$SLURM_NNODES
             ("H=$(hostname)", "srun bash -c \"torchrun train.py '$H'i '$H'_r\""),
             {"args": ["${H}i", "${H}_r"], "expand": ["H"]},
         ),
+        # Behind a child shell in another folder the script is where it was.
+        (
+            (f"(cd src; {TRAIN}; cp a b) | tee -a log", "mv log c"),
+            {"chdir": "src", "teardown": ["cp a b", f"cd {HERE}", "mv log c"]},
+        ),
+        ((f"(cd src; {TRAIN})", "echo done"), {"chdir": "src", "teardown": ["echo done"]}),
+        ((f"({TRAIN})", "mv log c"), {"teardown": ["mv log c"]}),
     ],
 )
 def test_nothing_of_these_is_lost(lines: tuple[str, ...], settings: dict[str, Any]) -> None:
