@@ -738,8 +738,8 @@ def test_gpus_of_a_script_without_a_number_of_nodes(options: str) -> None:
         ),
         (("#SBATCH --get-user-env", TRAIN), 3, OURS, "come before a login shell's"),
         (("poetry run srun torchrun a.py",), 3, LOST, "poetry before the launch"),
-        (("srun torchrun \\ # a", "train.py"), 3, LOST, "before a blank"),
-        (("torchrun --nnodes 2 \\ ", "train.py"), 3, LOST, "before a blank"),
+        (("srun torchrun \\ # a", "train"), 3, LOST, "before a blank"),
+        (("torchrun --nnodes 2 \\ ", "train"), 3, LOST, "before a blank"),
         *(
             ((TRAIN, text), 4, OURS, "requeued until it has finished")
             for text in (
