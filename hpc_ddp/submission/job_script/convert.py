@@ -61,6 +61,7 @@ _OLD_PYTHON = re.compile(r"(?i:\bpython[\w-]*)[/-](2\.\d|3\.\d(?!\d))[\w.-]*")
 # A point in time, NAME [1], of which a later line makes a duration.
 _TIME = re.compile(r"(?:export\s+)?(\w+)=[\"`$(]*date \+[\"']?%s(?:\.%N)?[\"')`]*")
 _DURATION = re.compile(r"(export\s+)?\w+=([\"`]?\$\(\(|[\"`$(]*(expr|echo)\b)")
+_PLACEHOLDER = re.compile(r"(?<![\w.-])/?(?:path/to/[\w./-]*\w|your[-_]\w+)")
 _DRAWN = re.compile(r"\$\{?S?RANDOM\b|\$\{?\$|[(`]\s*(date|mktemp|uuidgen)\b")
 
 
@@ -163,6 +164,15 @@ def _note_values(result: Conversion, numbers: Mapping[str, int]) -> None:
                 "has another value at each start, also where the run goes on: write a fixed one"
             )
             result.note(line, f"{word or '$$'} {reason}")
+
+
+def _note_placeholders(result: Conversion) -> None:
+    """Add a note to `result` on each line of which a setting has what looks like a placeholder."""
+    entries = [*result.values.values(), *result.env.values()]
+    entries += [entry for entries_of_key in result.lists.values() for entry in entries_of_key]
+    found = [(n, match[0]) for text, n in entries if (match := _PLACEHOLDER.search(str(text)))]
+    for line, text in sorted({*found}):
+        result.note(line, f"{text} looks like a placeholder: write your own")
 
 
 def _has_fewer_tasks(result: Conversion, numbers: Mapping[str, int]) -> bool:
@@ -368,6 +378,7 @@ def convert(
     _add_notes(result, scope, missing)
     _write_numbers(result, numbers, reader)
     _note_values(result, numbers)
+    _note_placeholders(result)
     for line, mark in reader.resolved.items():
         result.marks.setdefault(line, [mark])
     secrets.take_out_secrets(result)

@@ -164,6 +164,7 @@ def test_what_has_no_place_is_named(
         (("#SBATCH --signal=B:USR1@60", TRAIN), "reaches the workers"),
         (('cp "$0" out', TRAIN), "$0 is the batch script of hpc-ddp"),
         (("python a.py \\ ", "  --lr 1"), "read as it is meant"),
+        (("torchrun --nnodes=1 \\ ", "train.py --lr 1"), "read as it is meant"),
         (("#BATCH --mem=1G", TRAIN), "is #SBATCH meant"),
         (("python a.py --n $SLURM_ARRAY_TASK_ID",), "has no --array"),
         (("cd $(pwd -P)", TRAIN), "only the job knows its folder"),
@@ -172,6 +173,9 @@ def test_what_has_no_place_is_named(
         (("module load python/3.6.1", TRAIN), "hpc-ddp needs Python 3.10"),
         ((f"{TRAIN} --e $EPOCHS",), "$EPOCHS: not set in this shell"),
         (("accelerate launch a.py",), "default_config.yaml is not read"),
+        (("A=(", "--out /path/to/dir", ")", f'{TRAIN} "${{A[@]}}"'), "/path/to/dir looks like a"),
+        (("export DATA=path/to/data", TRAIN), "path/to/data looks like a placeholder"),
+        (("conda activate your_env", TRAIN), "your_env looks like a placeholder"),
         (('srun bash -c "podman run I torchrun --r=$SLURM_NODEID a.py"',), "each worker has its"),
     ],
 )
