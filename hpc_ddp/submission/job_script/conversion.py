@@ -24,9 +24,8 @@ DELETES = "it deletes something: setup or teardown, if needed"
 PLACEHOLDER = "a placeholder: write your own"
 BLANK_VALUE = "bash takes no value behind a blank: NAME=VALUE; a secret is exported in your shell"
 VERDICT = "hpc-ddp says how the launch ended, and ends the job by that"
-# What stands for the launch in a clean-up line that asks for its exit code; and the note.
+# What stands for the launch in a clean-up line that asks for its exit code.
 ENDED = 'case "$HPC_DDP_VERDICT" in finished) ;; failed) false ;; *) exit ;; esac'
-ASKS_CODE = "by hpc-ddp's verdict the exit code is 0 or 1 there; a preemption ends the teardown"
 TRAINS_BEHIND = "it may start a training: name its program in script, or submit it as its own job"
 PRINTS = re.compile(
     r"(echo|printf(?!\s+-v)|date|printenv|hostname|nvidia-smi|module list|which)\b"
@@ -157,6 +156,11 @@ DECIDED: Rules = (
         "hpc-ddp waits for the workers, and ends the job",
     ),
     (_PRINTS_ON_SIGNAL, _AROUND, "hpc-ddp says which signal came, and why a job ends"),
+    (
+        r"(['\"]{2})?(['\"])[^'\"$`]*\n[^'\"$`]*['\"]+$",
+        _AROUND,
+        "a text, and no command: a comment?",
+    ),
     (r"sleep\s", _AFTER, "hpc-ddp waits for the workers, and ends the job"),
 )
 _ADDRESS = "MASTER_ADDR"  # of the first node: a worker has it, whatever line would set it

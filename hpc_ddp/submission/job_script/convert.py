@@ -16,7 +16,7 @@ from hpc_ddp.submission.job_script.bash.quotes import split_quoted
 from hpc_ddp.submission.job_script.bash.scope import Scope
 from hpc_ddp.submission.job_script.bash.values import Counted, Value
 from hpc_ddp.submission.job_script.bash.words import literal
-from hpc_ddp.submission.job_script.conversion import ASKS_CODE, ENDED, FINALLY, PRINTS, Conversion
+from hpc_ddp.submission.job_script.conversion import ENDED, FINALLY, PRINTS, Conversion
 from hpc_ddp.submission.job_script.directives import (
     names_not_set,
     read_sizes,
@@ -82,10 +82,11 @@ def _program_text(result: Conversion, folder: Path) -> str:
         return ""
 
 
-def _add_notes(result: Conversion, scope: Scope, missing: set[str]) -> None:
+def _add_notes(result: Conversion, scope: Scope, missing: set[str], optional: set[str]) -> None:
     """Add notes to `result`: on the script's arguments, where something depends on them; on
     clean-up lines, and traps for errors; on variables that the `scope` has taken to be unset, and
-    on those that the submitting shell has to export, since it lacks them (`missing`)."""
+    on those that the submitting shell has to export, since it lacks them (`missing`), or may have
+    (`optional`)."""
     of_shell = scope.defaults - {*"123456789@"}  # without those that stand for arguments
     if scope.defaults != of_shell or "job script's own arguments" in str(result.marks):
         text = "give the script's arguments, if it gets any: hpc-ddp import job.sbatch -- ARG…"
@@ -93,7 +94,8 @@ def _add_notes(result: Conversion, scope: Scope, missing: set[str]) -> None:
     lines = [(text, n) for text, n in result.lists.get("teardown", ()) if not PRINTS.match(text)]
     asking = [n for text, n in lines if text.startswith(ENDED)]
     if asking:
-        result.note(asking[0], ASKS_CODE)
+        text = "by hpc-ddp's verdict the exit code is 0 or 1 there; a preemption ends the teardown"
+        result.note(asking[0], text)
     always = takewhile(lambda entry: not entry[0].startswith(ENDED), lines)
     if teardown := [n for text, n in always if n and not text.startswith(FINALLY[0])]:
         text = "teardown runs after each attempt, also one that fails or is preempted"
@@ -115,6 +117,7 @@ def _add_notes(result: Conversion, scope: Scope, missing: set[str]) -> None:
             f"not set in this shell: to be exported before hpc-ddp submit{end}",
         ),
         (of_shell, "taken as unset: if your shell has one, write it"),
+        (optional, "unset in this shell; lines ask for that of the shell that submits"),
     ):
         names = [f"${name}" for name in sorted(variables) if _is_of_shell(name)]
         if names:
@@ -373,9 +376,8 @@ def convert(
     # What follows from all settings together.
     missing, optional = take_shell_variables(reader.statements, sorter.kept, result, environ)
     note_lost_variables(reader.statements, sorter.kept, result)
-    scope.defaults |= optional
     _set_arguments(arguments, result)
-    _add_notes(result, scope, missing)
+    _add_notes(result, scope, missing, optional - scope.defaults)
     _write_numbers(result, numbers, reader)
     _note_values(result, numbers)
     _note_placeholders(result)

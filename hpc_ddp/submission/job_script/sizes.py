@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Set
 
+from hpc_ddp.core.job.slurm_options import as_raw
 from hpc_ddp.core.job.slurm_values import gpus_of
 from hpc_ddp.submission.job_script.bash.words import literal
 from hpc_ddp.submission.job_script.conversion import LOST, OURS, TAKEN, Conversion
@@ -220,6 +221,12 @@ def take_gpus(
         result.mark(launch.line, launch.line, LOST, f"{text}: gpus-per-node has one number")
     elif 0 < of_step < count:
         result.note(launch.line, f"{text}: here the workers have all of them")
+    first = next(name for name in (*GPUS, "ntasks-per-gpu") if name in options)
+    for name in {"gpus-per-task", "gpus"} & directives.options.keys() - {first, request}:
+        marks = result.marks[directives.line(name)]
+        mark = TAKEN, as_raw(name, directives.operands[name])
+        same = OURS, f"{mark[1]}: the same GPUs as by --{first}"
+        marks[:] = [same if entry == mark else entry for entry in marks]
     _take_container_flag(launch, gpus)
     return count
 

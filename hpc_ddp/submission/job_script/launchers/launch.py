@@ -156,6 +156,9 @@ class Launch:
             if operand is None and not is_flag:
                 operand = remaining.pop(0)
                 written.append(operand)
+            if operand and rules.flags.fullmatch(name) and word.text[:2] != "--":  # -ul is -u -l
+                remaining.insert(0, join_words("-", operand))
+                operand = None
             self.options[name] = operand, word.line
             if use == "lost":
                 self.mark(word.line, LOST, f"{launcher} {word.text}: see {launcher}'s own page")
@@ -171,6 +174,10 @@ class Launch:
                 self.mark(word.line, OURS, f"{launcher} --{name}")
             if kind == "#":
                 self._set_number(key, operand, scope, word.line, f"{launcher} --{name}")
+            if key == "cpus" and self.cpus is None:
+                is_slurms = operand and re.fullmatch(r"\$\{?SLURM_CPUS_\w+\}?", operand.text)
+                text = "" if is_slurms else ": only the job knows it: cpus-per-task = N"
+                self.mark(word.line, OURS if is_slurms else LOST, f"{launcher} --{name}{text}")
             if operand and re.match(r"gres|gpus", name):
                 self.gpus[name] = operand.text
             self.node_words |= name == "nodelist"

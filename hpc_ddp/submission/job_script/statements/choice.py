@@ -136,7 +136,7 @@ def _count_preparations(launches: Sequence[Launch]) -> int:
 def _describe_fewer_nodes(training: Launch, nodes: int) -> str:
     """Return a text that says on how many of the job's `nodes` a launch is: on one where the batch
     script runs it. '' if it is on all, also by deepspeed's ssh, or in a loop over them."""
-    if {"hostfile", "num-nodes"} & training.options.keys():
+    if {"hostfile", "num-nodes", "deepspeed-hostfile"} & training.options.keys():
         return ""
     count = training.nodes or (0 if training.step else 1)  # 0: on all
     is_on_fewer = 0 < count < nodes and not training.in_loop

@@ -21,9 +21,10 @@ _OF_BASH = re.compile(
 )
 _OF_LINES = {"setup", "node-setup", "worker-setup", "teardown"}  # settings of bash
 # Variables in code: all, those with a default, and those that are set to it.
-_NAMES = re.compile(r"\$\{?([A-Za-z_]\w*)")
+_NAMES = re.compile(r"(?<!\\)\$\{?([A-Za-z_]\w*)")
 _WITH_DEFAULT = re.compile(r"\$\{(\w+):?[-=+]")
-_ASKS_FOR = re.compile(r"\[\s+(?:!\s+)?-[nz]\s+\"?\$\{?\w+\}?\"?(?=\s)")  # [ -z "$A" ]
+# [ -z "$A" ], of the variable [1].
+_ASKS_FOR = re.compile(r"\[\s+(?:!\s+)?-[nz]\s+\"?\$\{?(\w+)(?::?-)?\}?\"?(?=\s)")
 # What code sets, in a command's place, and not in an argument as lr=$lr.
 _SETS = re.compile(
     r"(?:^|[;&|{`]|(?<!=)\(|(?:-\w*c|\beval)\s+[\"']|\b(?:then|do|else|export|local|declare|env)\s)"
@@ -42,7 +43,7 @@ def take_shell_variables(
     """Put the variables of the submitting shell (`environ`) that the settings in `result` need, and
     that the script does not set, into ``env-names``. Return those that the shell lacks: first the
     ones that are used without a default, then those that always have one, as ``${A:-x}``, or are
-    only asked for, as by ``[ -z $A ]``.
+    asked for in the same line, as by ``[ -n $A ]``.
 
     The `statements` are those of the script; `set_by_lines` are the variables that lines in
     `result` set. Variables of each job and of bash itself do not count. To be called when all
@@ -68,8 +69,10 @@ def take_shell_variables(
     for name in sorted(names & environ.keys()):
         result.append("env-names", name, 0)
     missing = names - environ.keys() - with_default - {*_SETS_DEFAULT.findall(code)}
-    needs = _ASKS_FOR.sub(" ", _WITH_DEFAULT.sub(" ", code))
-    without_default = {*_NAMES.findall(needs), *lists.get("expand", ())}
+    without_default = {*lists.get("expand", ())}
+    for line in (text for key in _OF_LINES & lists.keys() for text in lists[key]):
+        needs = without_quoted_texts(_WITH_DEFAULT.sub(" ", _ASKS_FOR.sub(" ", line)))
+        without_default |= {*_NAMES.findall(needs)} - {*_ASKS_FOR.findall(line)}
     return missing & without_default, missing - without_default
 
 

@@ -301,8 +301,7 @@ class Reader(BranchReading):
             self._resolve(last, reason, OURS)
             self.notes.append((self._at(last)[0], reason))  # the line may be the launch's
         else:
-            text = f"{ENDED} {node.children[1].type} {source(last)}"
-            self._add(last, text, reports=only_reports)
+            self._add(last, f"{ENDED} {node.children[1].type} {source(last)}", reports=only_reports)
 
     def _end_after_failures(self, count: int) -> None:
         """Have each command from the statement `count` on end the script if it fails, as in front
@@ -311,7 +310,8 @@ class Reader(BranchReading):
             is_single = not re.search(r"\|\||;|\bexit\b|\n", statement.text)
             if statement.launch and is_single:  # for one that prepares the training
                 statement.around = f"{statement.text} || exit"
-            is_plain = not (statement.name or statement.launch or statement.first == "cd")
+            is_move = statement.first == "cd" and not statement.in_task
+            is_plain = not (statement.name or statement.launch or is_move)
             if is_plain and is_single and not re.match(_PRINTS_ONLY, statement.text):
                 statement.text += " || exit"
 

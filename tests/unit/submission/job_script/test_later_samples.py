@@ -329,7 +329,7 @@ def test_reasons_are_true(lines: tuple[str, ...], line: int, group: str, reason:
         (("srun singularity exec /i.sif bash -c 'source /e/env.sh; python train.py'",),
          "the image's own python3 starts the workers"),
         ((f"{TRAIN} --rank $SLURM_PROCID",), "$SLURM_PROCID is the batch script's there"),
-        (("if [ -z \"$FP32\" ]; then export A=1; fi", TRAIN), "$FP32: taken as unset"),
+        (("if [ -z \"$FP32\" ]; then export A=1; fi", TRAIN), "$FP32: unset in this shell"),
     ],
 )  # fmt: skip
 def test_notes(lines: tuple[str, ...], note: str) -> None:
@@ -478,3 +478,23 @@ def test_a_line_with_a_default_asks_for_nothing() -> None:
     notes = "; ".join(text for _, text in of_text(*lines).notes)
     assert "$C: not set in this shell" in notes
     assert "$B" not in notes
+
+
+@pytest.mark.parametrize(
+    ("lines", "text"),
+    [
+        # Variables of awk, those that a line asks for, and those of the import itself.
+        (("ls | awk \"{print \\$NF}\" > f", TRAIN), "$NF"),
+        (('[ -n "${PORT:-}" ] && export P=$PORT', TRAIN), "$PORT: not set"),
+        (('MASTER_ADDR="$(scontrol show hostnames | head -n 1)"',
+          'srun bash -lc "torchrun --rdzv_endpoint=$MASTER_ADDR:29 train.py"'), "$VALUE_1"),
+        (("#SBATCH -N 2", "accelerate launch --deepspeed_hostfile h train.py"), "a launch on 1 of"),
+    ],
+)  # fmt: skip
+def test_no_note_is_false(lines: tuple[str, ...], text: str) -> None:
+    assert text not in str(of_text(*lines).notes)
+
+
+def test_a_task_ends_where_its_folder_is_missing() -> None:
+    settings = of_text("srun bash -c 'cd a && torchrun train.py'").settings()
+    assert settings["node-setup"] == ["cd a || exit"]

@@ -721,8 +721,8 @@ def test_gpus_of_a_script_without_a_number_of_nodes(options: str) -> None:
         (
             ("srun accelerate launch --deepspeed_multinode_launcher pdsh a.py",),
             3,
-            LOST,
-            "multinode",
+            TAKEN,
+            "hpc-ddp sets launch --deepspeed-multinode-launcher",
         ),
         *(
             ((f"export {name}=1", TRAIN), 3, LOST, "would change hpc-ddp's step")
@@ -838,7 +838,7 @@ def test_each_word_of_a_launch_is_written_or_named(line: str) -> None:
             ("source a.sh", f"{TRAIN} $DATA"),
             "$DATA: not set in this shell: to be exported before hpc-ddp submit, unless a",
         ),
-        (('if [ -n "${B:-}" ]; then A=1; fi', TRAIN), "$B: taken as unset: if your shell has"),
+        (('if [ -n "${B:-}" ]; then A=1; fi', TRAIN), "$B: unset in this shell; lines ask"),
         (("echo ${A:-x}", f"{TRAIN} ${{A:-x}}"), "$A: taken as unset: if your shell has"),
         (
             ("while read -r k v; do export $k=$v; done < a", f"{TRAIN} $DATA"),
