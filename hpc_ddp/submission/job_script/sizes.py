@@ -225,7 +225,7 @@ def take_gpus(
     for name in {"gpus-per-task", "gpus"} & directives.options.keys() - {first, request}:
         marks = result.marks[directives.line(name)]
         mark = TAKEN, as_raw(name, directives.operands[name])
-        same = OURS, f"{mark[1]}: the same GPUs as by --{first}"
+        same = OURS, f"{mark[1]}: a node's GPUs are those of --{first}"
         marks[:] = [same if entry == mark else entry for entry in marks]
     _take_container_flag(launch, gpus)
     return count
