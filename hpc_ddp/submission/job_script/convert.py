@@ -173,8 +173,8 @@ def _note_placeholders(result: Conversion) -> None:
     """Add a note to `result` on each line of which a setting has what looks like a placeholder."""
     entries = [*result.values.values(), *result.env.values()]
     entries += [entry for entries_of_key in result.lists.values() for entry in entries_of_key]
-    found = [(n, match[0]) for text, n in entries if (match := _PLACEHOLDER.search(str(text)))]
-    for line, text in sorted({*found}):
+    places = [(n, match[0]) for text, n in entries if (match := _PLACEHOLDER.search(str(text)))]
+    for line, text in sorted({*places}):
         result.note(line, f"{text} looks like a placeholder: write your own")
 
 

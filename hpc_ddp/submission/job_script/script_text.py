@@ -66,7 +66,7 @@ def _as_bash(text: str, result: Conversion) -> str:
         )
     }
     return _PLAIN_VARIABLE.sub(
-        lambda m: f'"${{{m[1]}[@]}}"' if m[1] in arrays else m[0], "\n".join(lines)
+        lambda match: f'"${{{match[1]}[@]}}"' if match[1] in arrays else match[0], "\n".join(lines)
     )
 
 

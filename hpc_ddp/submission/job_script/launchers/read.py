@@ -100,7 +100,8 @@ def read_launch(
             is_counted = scope.counted == Counted.COMMANDS and may_train(remaining)
             starts_workers = any(map(_STARTS_WORKERS.fullmatch, texts))
             # podman run IMAGE torchrun train.py, in a text or the batch script.
-            is_run = starts_workers and any(w.text in ("run", "exec") for w in remaining[1:3])
+            firsts = [word.text for word in remaining[1:3]]
+            is_run = starts_workers and any(text in ("run", "exec") for text in firsts)
             is_counted = is_run or (is_counted and not starts_workers)
             is_of_task = launch.step and (not step or is_path or remaining[0].code)
             if _is_prefix(remaining):

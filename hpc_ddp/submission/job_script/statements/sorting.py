@@ -128,7 +128,7 @@ class Sorter:
             elif statement.launch is self.launch:
                 self._in_launch = statement.names
                 self.result.mark(*statement.lines, TAKEN, "the launch")
-            has_line = any(k == "teardown" and not PRINTS.match(text) for k, text, _ in lines)
+            has_line = any(key == "teardown" and not PRINTS.match(text) for key, text, _ in lines)
             if index == back and has_line:
                 lines.append(("teardown", f"cd {shlex.quote(self._start)}", statement.lines[0]))
         for key, text, line in reversed(lines):
@@ -140,8 +140,8 @@ class Sorter:
         around the launch, and changes the folder for itself; -1 without one."""
         shells = self._statements[self._at].shells if self.launch else ()
         for index, statement in enumerate(self._statements[self._at + 1 :], self._at + 1):
-            left = {*shells[len(statement.shells) :]}
-            inner = {s.first for s in self._statements if left & {*s.shells} and not s.in_task}
+            ended = {*shells[len(statement.shells) :]}
+            inner = {s.first for s in self._statements if ended & {*s.shells} and not s.in_task}
             if {"cd", "pushd"} & inner:
                 return index
         return -1

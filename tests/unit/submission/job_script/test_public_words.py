@@ -145,7 +145,7 @@ def test_words_keep_their_meaning(lines: tuple[str, ...], settings: dict[str, An
         (("torchrun --standalone $*",), 3, LOST, "it may start a training"),
         (("if [ -d a ]; then printf x; rm -rf $(ls a); fi", "printf y", TRAIN), 4, TAKEN, "setup"),
         # Words that hpc-ddp decides are no settings, and none of them is left without a word.
-        (("#SBATCH --gres=gpu:2", "#SBATCH --gpus=2", "torchrun a.py"), 4, OURS, "GPUs are those of"),
+        (("#SBATCH --gres=gpu:2", "#SBATCH --gpus=2", "torchrun a.py"), 4, OURS, "are those of --"),
         (("#SBATCH --requeue", "#SBATCH --requeue", TRAIN), 3, OURS, "the same --requeue"),
         (("srun -ul python a.py",), 3, TAKEN, "srun --unbuffered, srun --label"),
         (("srun -c $SLURM_CPUS_ON_NODE python a.py",), 3, TAKEN, "sets srun --cpus-per-task"),
