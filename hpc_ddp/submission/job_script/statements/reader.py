@@ -266,19 +266,17 @@ class Reader(BranchReading):
     _pipeline = _redirected_statement = _list
 
     def _read_list_with_launch(self, node: Node) -> None:
-        """Append the statements of both sides of ``a && b`` or ``a || b`` with a launch. A command
-        without one behind it, as ``|| exit 1``, has `ENDED` in the launch's place. With a launch
-        behind a test or ``||`` alone, only the job knows whether it runs: the first side ends the
-        script where it does not, or, where more than prints follows, the whole is one lost
-        statement."""
-        first, last = node.named_children[0], node.named_children[-1]
-        is_test = re.match(r"(\[|test\b|!)", source(first)) or node.children[1].type == "||"
+        """Append the statements of both sides of ``a && b`` or ``a || b`` with a launch. The side
+        behind it, as ``|| exit 1``, has `ENDED` in its place. Whether one behind a test or ``||``
+        runs, only the job knows: the first side ends the script where it does not, or, where more
+        than prints follows, the whole is one lost statement."""
+        first, sign, last = node.named_children[0], node.children[1].type, node.named_children[-1]
+        is_test = re.match(r"(\[|test\b|!)", source(first)) or sign == "||"
         if is_test and not self._has_launch(first):
             if self._place.in_text or not blocks.is_last(node):
                 self._add(node, lost=CHOOSES)
                 return
-            ends = {"&&": "||", "||": "&&"}[node.children[1].type]
-            self._add(first, f"{source(first)} {ends} exit")
+            self._add(first, f"{source(first)} {'||' if sign == '&&' else '&&'} exit")
             self._read_node(last)
             return
         count, parts = len(self.statements), [first]  # between two launches each is read by itself
@@ -288,20 +286,22 @@ class Reader(BranchReading):
         for part in parts:
             self._read_node(part)
         starts_launch = self._has_launch(last)  # by now also by a variable that a part has set
-        self.statements[-1].around = "" if starts_launch else source(node)
-        if node.children[1].type == "&&" and starts_launch:
+        launching = next((s for s in reversed(self.statements) if s.launch), self.statements[-1])
+        launching.around = "" if starts_launch else source(node)
+        if sign == "&&" and starts_launch:
             self._end_after_failures(count)
         if starts_launch or not self._has_launch(first):
             self._read_node(last)
             return
         reported = syntax.parse(re.sub(r"\b\w+=[\"']?\$\?[\"']?", ":", source(last)))
-        only_reports = blocks.only_reports(reported, self._find_reporting_functions())
-        of_ours = not (only_reports or does_more(source(last)))
+        reports = blocks.only_reports(reported, self._find_reporting_functions())
+        of_ours = not (reports or does_more(source(last)))
         if of_ours and (reason := first_reason(DECIDED, source(last), True)):
             self._resolve(last, reason, OURS)
             self.notes.append((self._at(last)[0], reason))  # the line may be the launch's
         else:
-            self._add(last, f"{ENDED} {node.children[1].type} {source(last)}", reports=only_reports)
+            text = f"{ENDED} {sign} {source(last)}"
+            self._add(last, text, reports=reports, asks=launching.launch)
 
     def _end_after_failures(self, count: int) -> None:
         """Have each command from the statement `count` on end the script if it fails, as in front

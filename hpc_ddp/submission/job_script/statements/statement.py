@@ -80,8 +80,9 @@ class Statement:
     defines: str = ""
     limit: tuple[str, str] = ("", "")  # a test that leaves the line out, and a note: `ONCE`, say
     # Of the other side of a launch's list, ``|| exit 1``: whether it only prints, keeps the exit
-    # code, or ends the script. None for any other statement.
+    # code, or ends the script; and that launch. None for any other statement.
     reports: bool | None = None
+    asks: Launch | None = None
     sets: set[str] = field(default_factory=set)
     of_script: bool = True  # False for one made of a part of a word
     outer: Launch | None = None  # around the bash -c in whose text it stands
@@ -123,13 +124,15 @@ class Statement:
     def reports_status(self, variables: set[str]) -> bool:
         """Return whether the statement only reports how the command before it ended: an assignment
         keeps the exit code (``rc=$?``); another statement uses ``$?``, or one of the `variables`,
-        and only prints or ends the script (``exit $rc``). Raise as `syntax.parse`."""
+        and only prints, keeps the code or ends the script (``exit $rc``). Raise as
+        `syntax.parse`."""
         if self.reports is not None:
             return self.reports
         if self.name:
             return bool(re.fullmatch(r"\w+=[\"']?\$(\?|\{PIPESTATUS\[0\]\})[\"']?", self.text))
         uses_status = self.names & variables or re.search(r"\$(\?|\{PIPESTATUS)", self.text)
-        return bool(uses_status) and blocks.only_reports(syntax.parse(self.text))
+        code = re.sub(r"\b\w+=[\"']?\$\?[\"']?", ":", self.text)
+        return bool(uses_status) and blocks.only_reports(syntax.parse(code))
 
 
 def _is_among(node: syntax.Node, processes: Set[str]) -> bool:
@@ -151,7 +154,7 @@ def _asks_exit_code(statements: Sequence[Statement], at: int, index: int) -> boo
     right behind it or its ``wait``."""
     between = statements[at + 1 : index]
     asks = statements[index].reports is None and _EXIT_CODE.search(statements[index].text)
-    return bool(asks) and all(re.match(r"wait\b", s.text) for s in between)
+    return bool(asks) and all(re.match(r"wait\b|\w+=\"?\$!", s.text) for s in between)
 
 
 def keeps_exit_code(statements: Sequence[Statement], at: int) -> bool:
@@ -161,7 +164,9 @@ def keeps_exit_code(statements: Sequence[Statement], at: int) -> bool:
     status, may_end = set[str](), False
     functions = {s.defines: s for s in statements if s.defines}
     for index, statement in enumerate(statements[at + 1 :], at + 1):
-        if statement.lost or statement.launch or statement.defines or statement.in_task:
+        is_of_other = statement.asks not in (None, statements[at].launch)
+        is_line = not (statement.launch or statement.defines or statement.in_task)
+        if statement.lost or is_of_other or not is_line:
             continue
         if statement.reports_status(status):
             if statement.name and not _asks_exit_code(statements, at, index):
@@ -170,11 +175,11 @@ def keeps_exit_code(statements: Sequence[Statement], at: int) -> bool:
             code = "\n".join(s.text for s in with_functions(statement, functions))
             may_end |= bool(re.search(r"\bexit\b", code.removeprefix(ENDED)))
             continue
-        is_line = not (statement.name or PRINTS.match(statement.text))
         depends = statement.reports is False or statement.names & status
         if depends or _asks_exit_code(statements, at, index):
             return True
-        if may_end and is_line and not first_reason(DECIDED, statement.text, is_after=True):
+        is_idle = statement.name or PRINTS.match(statement.text)
+        if may_end and not (is_idle or first_reason(DECIDED, statement.text, is_after=True)):
             return True
     return False
 
@@ -186,10 +191,11 @@ def leaves_exit_code(
     left of it. Where the exit code `is_kept` (`keeps_exit_code`) it stays, right behind the launch
     with `ENDED` in front of it. The variables `status` have the code."""
     statement = statements[index]
-    if index < at:
-        return statement.reports is not None  # of a command that prepares the training
+    if index < at or statement.asks not in (None, statements[at].launch):
+        return statement.asks is not None  # of another command, which stays with it
     if is_kept and _asks_exit_code(statements, at, index):
-        statement.text = f"{ENDED}\n{_EXIT_CODE.sub('$?', statement.text)}"
+        code = _EXIT_CODE.sub("$?", re.sub(r"wait\b[^|&;\n]*", f"{ENDED} ", statement.text))
+        statement.text = code if code.startswith(ENDED) else f"{ENDED}\n{code}"
         return False
     is_own = bool(statement.reports is not None or statement.names & status)
     return statement.reports_status(status) and not (is_kept and is_own)
