@@ -167,7 +167,9 @@ class Sorter:
         if reason := self._refusals.find_reason(DECIDED, statement, is_after):
             return Fate(OURS, reason)
         if is_print and (self._prints_left_out(statement) or (statement.in_task and is_after)):
-            return Fate(OURS, "it prints a variable that is left out")
+            is_launch = bool(statement.names & self._in_launch & self._commands)
+            content = "the launch's text" if is_launch else "a variable that is left out"
+            return Fate(OURS, f"it prints {content}")
         if statement.in_task and is_after:
             return Fate(LOST, "after the program, in each task: there is no such key")
         folder = self._find_folder(statement, index)
@@ -322,7 +324,8 @@ class Sorter:
         if name == "IFS":  # it says how bash splits the lines behind it
             return self._keep_as_line(statement, statement.text, index > self._at)
         if is_of_hpc_ddp(name) and (name not in self._needed or statement.in_task):
-            return Fate(OURS, f"workers have hpc-ddp's {name}, if any")
+            reason = f"workers have hpc-ddp's {name}, if any"
+            return Fate(TAKEN, "host-suffix") if suffix else Fate(OURS, reason)
         if is_used or statement.in_task:
             return self._write_variable(statement, index, is_used)
         if not statement.of_script:

@@ -150,6 +150,8 @@ def test_words_keep_their_meaning(lines: tuple[str, ...], settings: dict[str, An
         (("srun -ul python a.py",), 3, TAKEN, "srun --unbuffered, srun --label"),
         (("srun -c $SLURM_CPUS_ON_NODE python a.py",), 3, TAKEN, "sets srun --cpus-per-task"),
         (("srun -c $(nproc) python a.py",), 3, LOST, "only the job knows it: cpus-per-task = N"),
+        (("A='torchrun a.py'", "echo $A", "srun $A"), 4, OURS, "it prints the launch's text"),
+        (("MASTER_ADDR=$(scontrol show hostnames | head -n 1)i", TRAIN), 3, TAKEN, "host-suffix"),
         (('"""', "a comment", '"""', TRAIN), 4, OURS, "a text, and no command"),
         (("srun bash -c 'cd a && python a.py'",), 3, TAKEN, "setup"),
         (("accelerate launch --deepspeed_hostfile h a.py",), 3, TAKEN, "--deepspeed-hostfile"),
