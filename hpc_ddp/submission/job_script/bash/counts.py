@@ -64,9 +64,9 @@ def fill_parts_in(code: str, scope: Scope) -> str:
 
 
 def known_part(word: Word, scope: Scope) -> Word | None:
-    """Return the text of a `word` of code that `fill_parts_in` fills in; None where it can't, or a
-    file may have changed it."""
-    text = fill_parts_in(word.text, scope)
+    """Return the text of a `word` of code that `fill_parts_in` fills in; None where it can't, or
+    takes the last number for the only one, and where a file may have changed a value."""
+    text = word.text if _DIGITS.search(word.text) else fill_parts_in(word.text, scope)
     is_doubtful = any(doubts_in(scope.values.get(name)) for name in word.names)
     return None if is_doubtful or re.search("[$`]", text) else literal(text, word.line)
 

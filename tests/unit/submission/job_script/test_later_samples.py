@@ -197,6 +197,8 @@ def of_text(*lines: str) -> Conversion:
           "torchrun --nproc_per_node=$N train.py"), {"nproc-per-node": None, "setup": None}),
         (("#SBATCH --nodes=1 --gpus-per-node=rtx:2", "N=$SLURM_GPUS_PER_NODE",
           'if [[ "$N" =~ ":" ]]; then N=${N##*:}; fi', f"{TRAIN} $N"), {"args": ["2"]}),
+        (("N=a1:2", "N=$(echo $N | grep -o '[0-9]*')", f"{TRAIN} $N"),
+         {"args": ["${ARGUMENTS_1[@]}"]}),
         # Exported are the assignments between `set -a` and `set +a` alone.
         (("set -a", "LR=1", "set +a", "SEED=2", TRAIN), {"env": {"LR": "1"}}),
         (("set -o allexport; LR=1; set +o allexport", "SEED=2", TRAIN), {"env": {"LR": "1"}}),
