@@ -92,11 +92,11 @@ def _add_notes(result: Conversion, scope: Scope, missing: set[str], optional: se
         text = "give the script's arguments, if it gets any: hpc-ddp import job.sbatch -- ARG…"
         result.note(0, text)
     lines = [(text, n) for text, n in result.lists.get("teardown", ()) if not PRINTS.match(text)]
-    asking = [n for text, n in lines if text.startswith(ENDED)]
+    asking = [n for text, n in lines if ENDED in text]
     if asking:
         text = "by hpc-ddp's verdict the exit code is 0 or 1 there; a preemption ends the teardown"
         result.note(asking[0], text)
-    always = takewhile(lambda entry: not entry[0].startswith(ENDED), lines)
+    always = takewhile(lambda entry: ENDED not in entry[0], lines)
     if teardown := [n for text, n in always if n and not text.startswith(FINALLY[0])]:
         text = "teardown runs after each attempt, also one that fails or is preempted"
         result.note(teardown[0], text)

@@ -173,7 +173,7 @@ def keeps_exit_code(statements: Sequence[Statement], at: int) -> bool:
                 return False  # the code is that of another command
             status |= {*statement.sets, statement.name} - {""}
             code = "\n".join(s.text for s in with_functions(statement, functions))
-            may_end |= bool(re.search(r"\bexit\b", code.removeprefix(ENDED)))
+            may_end |= bool(re.search(r"\bexit\b", code.replace(ENDED, "")))
             continue
         depends = statement.reports is False or statement.names & status
         if depends or _asks_exit_code(statements, at, index):

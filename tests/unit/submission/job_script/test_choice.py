@@ -97,6 +97,9 @@ def test_a_test_behind_the_training_is_left_to_a_finished_run(
         ("{} || exit 1\nmail kept", "mail kept/"),
         ("die() {{ echo no; exit 1; }}\n{} || die\nmail kept", "mail kept/"),
         ("{} && mail ok", "mail ok/"),
+        ("if {}; then\n  mail ok\nelse\n  echo a\nfi\nmail c", "mail ok;mail c/mail c"),
+        ("if ! {} | tee log; then mail bad; exit 1; fi\nmail c", "mail c/mail bad"),
+        ("if {}; then echo a; else exit 1; fi\nmail c", "mail c/"),
         ("{} && echo a || mail bad\nmail kept", "mail kept/mail bad;mail kept"),
         ("{} &\nP=$!\nwait $P || RC=$?\nmail $RC", "mail/mail 1"),
         # The codes of other commands are theirs.

@@ -1121,7 +1121,6 @@ def test_an_output_with_the_jobs_name_has_the_scripts() -> None:
         ((TRAIN, "cp a b", "if [ $? -eq 0 ]; then cp b c; fi"), LOST, "it asks how the launch"),
         ((f"{TRAIN} || {{", "echo a", "exit 1", "}"), OURS, "ended"),
         ((f"if ! {TRAIN}; then", "echo a", "exit 1", "fi"), OURS, "ended"),
-        ((f"if {TRAIN}; then", "cp a b", "fi"), LOST, "chooses a launch"),
         ((f"if true; then {TRAIN}; fi", "cp a b"), TAKEN, "teardown"),
     ],
 )
