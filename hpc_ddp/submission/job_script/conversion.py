@@ -24,6 +24,8 @@ DELETES = "it deletes something: setup or teardown, if needed"
 PLACEHOLDER = "a placeholder: write your own"
 BLANK_VALUE = "bash takes no value behind a blank: NAME=VALUE; a secret is exported in your shell"
 VERDICT = "hpc-ddp says how the launch ended, and ends the job by that"
+# What stands for the launch in a clean-up line that asks for its exit code.
+ENDED = 'case "$HPC_DDP_VERDICT" in finished) ;; failed) false ;; *) exit ;; esac'
 TRAINS_BEHIND = "it may start a training: name its program in script, or submit it as its own job"
 PRINTS = re.compile(
     r"(echo|printf(?!\s+-v)|date|printenv|hostname|nvidia-smi|module list|which)\b"
@@ -130,8 +132,8 @@ REFUSED: Rules = (
      "it submits another job: sbatch --dependency=afterok:ID … behind hpc-ddp submit"),
     (rf"(?!{_COPIES_BY_SSH}).*\b(ssh|pdsh|clush)\s", _BEFORE, _ON_HOSTS),
     (r".*\b(ssh|pdsh|clush)\s", _AFTER, _ON_HOSTS),
-    (rf"(?!.*({REQUEUES}))(?!exit\b|wait\b|\w+\+?=\(?\"?\$!\"?\)?$).*(\$[?!]|\bwait \$"
-     "|PIPESTATUS)", _AFTER,
+    (rf"(?!{re.escape(ENDED)}|.*({REQUEUES}))(?!exit\b|wait\b|\w+\+?=\(?\"?\$!\"?\)?$)"
+     r".*(\$[?!]|\bwait \$|PIPESTATUS)", _AFTER,
      "it asks how the launch ended: hpc-ddp decides by that; see its verdict"),
     (r"(?!\w+=|(echo|printf|log|which|pip3?|module)\b).*(\b(torchrun\S*|deepspeed|accelerate\s+launch)"
      r"|torch\.distributed\.(run|launch))\s.*(\.py\b|\s-m\s|\$)", _AROUND,
@@ -154,6 +156,11 @@ DECIDED: Rules = (
         "hpc-ddp waits for the workers, and ends the job",
     ),
     (_PRINTS_ON_SIGNAL, _AROUND, "hpc-ddp says which signal came, and why a job ends"),
+    (
+        r"(['\"]{2})?(['\"])[^'\"$`]*\n[^'\"$`]*['\"]+$",
+        _AROUND,
+        "a text, and no command: a comment?",
+    ),
     (r"sleep\s", _AFTER, "hpc-ddp waits for the workers, and ends the job"),
 )
 _ADDRESS = "MASTER_ADDR"  # of the first node: a worker has it, whatever line would set it

@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence, Set
+from itertools import takewhile
 from pathlib import Path
 
 from hpc_ddp.core.file_io import read_text
@@ -15,7 +16,7 @@ from hpc_ddp.submission.job_script.bash.quotes import split_quoted
 from hpc_ddp.submission.job_script.bash.scope import Scope
 from hpc_ddp.submission.job_script.bash.values import Counted, Value
 from hpc_ddp.submission.job_script.bash.words import literal
-from hpc_ddp.submission.job_script.conversion import PRINTS, Conversion
+from hpc_ddp.submission.job_script.conversion import ENDED, FINALLY, PRINTS, Conversion
 from hpc_ddp.submission.job_script.directives import (
     names_not_set,
     read_sizes,
@@ -60,6 +61,7 @@ _OLD_PYTHON = re.compile(r"(?i:\bpython[\w-]*)[/-](2\.\d|3\.\d(?!\d))[\w.-]*")
 # A point in time, NAME [1], of which a later line makes a duration.
 _TIME = re.compile(r"(?:export\s+)?(\w+)=[\"`$(]*date \+[\"']?%s(?:\.%N)?[\"')`]*")
 _DURATION = re.compile(r"(export\s+)?\w+=([\"`]?\$\(\(|[\"`$(]*(expr|echo)\b)")
+_PLACEHOLDER = re.compile(r"(?<![\w.-])/?(?:path/to/[\w./-]*\w|your[-_]\w+)")
 _DRAWN = re.compile(r"\$\{?S?RANDOM\b|\$\{?\$|[(`]\s*(date|mktemp|uuidgen)\b")
 
 
@@ -80,17 +82,22 @@ def _program_text(result: Conversion, folder: Path) -> str:
         return ""
 
 
-def _add_notes(result: Conversion, scope: Scope, missing: set[str]) -> None:
+def _add_notes(result: Conversion, scope: Scope, missing: set[str], optional: set[str]) -> None:
     """Add notes to `result`: on the script's arguments, where something depends on them; on
     clean-up lines, and traps for errors; on variables that the `scope` has taken to be unset, and
-    on those that the submitting shell has to export, since it lacks them (`missing`)."""
+    on those that the submitting shell has to export, since it lacks them (`missing`), or may have
+    (`optional`)."""
     of_shell = scope.defaults - {*"123456789@"}  # without those that stand for arguments
     if scope.defaults != of_shell or "job script's own arguments" in str(result.marks):
         text = "give the script's arguments, if it gets any: hpc-ddp import job.sbatch -- ARG…"
         result.note(0, text)
-    lines = result.lists.get("teardown", ())
-    teardown = [line for text, line in lines if line and not PRINTS.match(text)]
-    if teardown:
+    lines = [(text, n) for text, n in result.lists.get("teardown", ()) if not PRINTS.match(text)]
+    asking = [n for text, n in lines if ENDED in text]
+    if asking:
+        text = "by hpc-ddp's verdict the exit code is 0 or 1 there; a preemption ends the teardown"
+        result.note(asking[0], text)
+    always = takewhile(lambda entry: ENDED not in entry[0], lines)
+    if teardown := [n for text, n in always if n and not text.startswith(FINALLY[0])]:
         text = "teardown runs after each attempt, also one that fails or is preempted"
         result.note(teardown[0], text)
     for line in [line for text, line in result.lists.get("setup", ()) if _ON_ERROR.match(text)]:
@@ -110,6 +117,7 @@ def _add_notes(result: Conversion, scope: Scope, missing: set[str]) -> None:
             f"not set in this shell: to be exported before hpc-ddp submit{end}",
         ),
         (of_shell, "taken as unset: if your shell has one, write it"),
+        (optional, "unset in this shell; lines ask for that of the shell that submits"),
     ):
         names = [f"${name}" for name in sorted(variables) if _is_of_shell(name)]
         if names:
@@ -159,6 +167,15 @@ def _note_values(result: Conversion, numbers: Mapping[str, int]) -> None:
                 "has another value at each start, also where the run goes on: write a fixed one"
             )
             result.note(line, f"{word or '$$'} {reason}")
+
+
+def _note_placeholders(result: Conversion) -> None:
+    """Add a note to `result` on each line of which a setting has what looks like a placeholder."""
+    entries = [*result.values.values(), *result.env.values()]
+    entries += [entry for entries_of_key in result.lists.values() for entry in entries_of_key]
+    places = [(n, match[0]) for text, n in entries if (match := _PLACEHOLDER.search(str(text)))]
+    for line, text in sorted({*places}):
+        result.note(line, f"{text} looks like a placeholder: write your own")
 
 
 def _has_fewer_tasks(result: Conversion, numbers: Mapping[str, int]) -> bool:
@@ -359,11 +376,11 @@ def convert(
     # What follows from all settings together.
     missing, optional = take_shell_variables(reader.statements, sorter.kept, result, environ)
     note_lost_variables(reader.statements, sorter.kept, result)
-    scope.defaults |= optional
     _set_arguments(arguments, result)
-    _add_notes(result, scope, missing)
+    _add_notes(result, scope, missing, optional - scope.defaults)
     _write_numbers(result, numbers, reader)
     _note_values(result, numbers)
+    _note_placeholders(result)
     for line, mark in reader.resolved.items():
         result.marks.setdefault(line, [mark])
     secrets.take_out_secrets(result)

@@ -146,8 +146,9 @@ def _add_options(pairs: Sequence[tuple[str, str]], line: int, directives: Direct
             directives.marks.setdefault(line, (OURS, "empty: Slurm writes to the user, as without"))
             continue
         elif name in directives.options:
-            reason = f"line {line} replaces --{name}"
-            directives.replaced.append((directives.options[name][1], reason))
+            before, at = directives.options[name]
+            reason = "has the same" if before == operand else "replaces"
+            directives.replaced.append((at, f"line {line} {reason} --{name}"))
         directives.options[name] = operand, line
 
 

@@ -25,6 +25,7 @@ from hpc_ddp.submission.job_script.launchers.launch import Launch
 from hpc_ddp.submission.job_script.launchers.options import is_of_pyxis
 from hpc_ddp.submission.job_script.launchers.workers import OF_OLD_LAUNCHERS
 from hpc_ddp.submission.job_script.sizes import (
+    OF_A_TASK,
     note_devices,
     note_task_numbers,
     take_gpus,
@@ -82,8 +83,9 @@ def take_launch(
     writer.protect_texts(texts)
     if not launch.step:
         note_devices(result, gpus)
-    elif not statement.in_task and not launch.in_loop:
-        note_task_numbers(launch, result)
+    elif not launch.in_loop:
+        of_batch = reader.batch_variables if statement.in_task else {*OF_A_TASK}
+        note_task_numbers(launch, result, of_batch)
     _take_unset(statement, launch, result)
     _take_marks(launch, result)
     if config := launch.options.get("config-file", (None, 0))[0]:

@@ -17,6 +17,11 @@ _INTERPRETER = re.compile(r"#!\s*(?:\S*/env\s+(?:-\S+\s+)*)?(?:\S*/)?([A-Za-z][\
 _OTHERS = re.compile(
     r"t?csh|fish|python[\d.]*|pypy\d*|perl|ruby|Rscript|julia|node|lua|tclsh|expect|g?awk|php"
 )
+# A line that only zsh reads; and a variable without quotes, [1], as against texts and comments.
+_OF_ZSH = re.compile(r"\s*((un)?setopt|autoload|zmodload|emulate|(source|\.)\s+\S*\.?zsh\w*)(\s|$)")
+_PLAIN_VARIABLE = re.compile(
+    r"(?<!\S)#[^\n]*|\"(?:\\.|[^\"\\])*\"|'[^']*'|(?<!\S)\$\{?(\w+)\}?(?=[\s;|&)]|$)", re.S
+)
 # The question to Slurm for the path of the job's own script, and for the folder of a path.
 _OWN_PATH = re.compile(
     r"\$\(\s*scontrol\s+show\s+job(?:id)?\s+(?:-\w+\s+)*\"?\$\{?SLURM_JOB_?ID\}?\"?\s*\|"
@@ -32,6 +37,7 @@ def leave_out_other_languages(text: str, name: str, result: Conversion) -> str:
     match = _INTERPRETER.match(text)
     if match and match[1] == "zsh":
         result.note(1, "zsh reads it, hpc-ddp's job is of bash: there $A without quotes is split")
+        return _as_bash(text, result)
     if match is None or not _OTHERS.fullmatch(match[1]):
         return text
     reason = f"{match[1]} reads it, hpc-ddp's job is of bash: write it so, in setup or env"
@@ -43,6 +49,25 @@ def leave_out_other_languages(text: str, name: str, result: Conversion) -> str:
             result.mark(number, number, LOST, reason)
             lines[number - 1] = ""
     return "\n".join(["#!/bin/bash", *lines[1:]])
+
+
+def _as_bash(text: str, result: Conversion) -> str:
+    """Return the text of a script for zsh as bash reads it: ``"${A[@]}"`` for ``$A`` of an array,
+    and no lines that only zsh understands, which are marked as lost in `result`."""
+    lines = text.split("\n")
+    for number, line in enumerate(lines, 1):
+        if _OF_ZSH.match(line):
+            reason = "of zsh: in its place source ~/.bashrc or the hook of conda in setup"
+            result.mark(number, number, LOST, reason)
+            lines[number - 1] = ""
+    arrays = {
+        *re.findall(
+            r"^\s*(?:(?:local|typeset|declare|export)\s+(?:-\w+\s+)*)?(\w+)\+?=\(", text, re.M
+        )
+    }
+    return _PLAIN_VARIABLE.sub(
+        lambda match: f'"${{{match[1]}[@]}}"' if match[1] in arrays else match[0], "\n".join(lines)
+    )
 
 
 def fill_in_own_path(text: str, path: Path, result: Conversion) -> str:
@@ -76,10 +101,10 @@ def note_misspelt_directives(text: str, result: Conversion) -> None:
 def join_lines(text: str, result: Conversion) -> str:
     """Return a script's text with lines joined as their backslashes are meant (`join_cut_lines`),
     with a note in `result` on each, and on each comment that ends a command; and without ``time``
-    before a child shell. Raise as `syntax.parse`."""
+    before a child shell or block. Raise as `syntax.parse`."""
     text, cut_lines = join_cut_lines(text)
-    # tree-sitter takes a child shell behind it for a word.
-    text = re.sub(r"^([ \t]*)time([ \t]+-p)?[ \t]+(?=\()", r"\1", text, flags=re.M)
+    # tree-sitter takes a child shell or a block behind it for a word.
+    text = re.sub(r"^([ \t]*)time([ \t]+-p)?[ \t]+(?=[({])", r"\1", text, flags=re.M)
     for line in cut_lines:
         reason = "a backslash before a blank does not go on in the next line: read as it is meant"
         result.note(line, reason)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 
+from hpc_ddp.core.job.slurm_options import as_raw
 from hpc_ddp.core.job.slurm_values import gpus_of
 from hpc_ddp.submission.job_script.bash.words import literal
 from hpc_ddp.submission.job_script.conversion import LOST, OURS, TAKEN, Conversion
@@ -20,7 +21,7 @@ from hpc_ddp.submission.job_script.directives import (
 )
 from hpc_ddp.submission.job_script.launchers.launch import Launch
 
-_OF_A_TASK = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID")
+OF_A_TASK = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID")
 
 
 def read_texts(directives: Directives, numbers: Mapping[str, int]) -> dict[str, str]:
@@ -220,6 +221,12 @@ def take_gpus(
         result.mark(launch.line, launch.line, LOST, f"{text}: gpus-per-node has one number")
     elif 0 < of_step < count:
         result.note(launch.line, f"{text}: here the workers have all of them")
+    first = next(name for name in (*GPUS, "ntasks-per-gpu") if name in options)
+    for name in {"gpus-per-task", "gpus"} & directives.options.keys() - {first, request}:
+        marks = result.marks[directives.line(name)]
+        mark = TAKEN, as_raw(name, directives.operands[name])
+        same = OURS, f"{mark[1]}: a node's GPUs are those of --{first}"
+        marks[:] = [same if entry == mark else entry for entry in marks]
     _take_container_flag(launch, gpus)
     return count
 
@@ -294,10 +301,11 @@ def note_devices(result: Conversion, gpus: int) -> None:
             result.note(line, f"{name}: {reason}: worker-setup, if it is meant")
 
 
-def note_task_numbers(launch: Launch, result: Conversion) -> None:
+def note_task_numbers(launch: Launch, result: Conversion, of_batch: Set[str]) -> None:
     """Add a note to `result` on each variable in the program's arguments that the batch script
-    fills in with its own value, where hpc-ddp's workers have theirs: ``$SLURM_PROCID``."""
+    fills in, being one `of_batch`, with its own value, where hpc-ddp's workers have theirs:
+    ``$SLURM_PROCID``."""
     for word in launch.args:
-        for name in (n for n in word.names if n in _OF_A_TASK):
+        for name in sorted({*word.names} & of_batch & {*OF_A_TASK}):
             reason = "is the batch script's there, 0 for all tasks; here each worker has its own"
             result.note(word.line or launch.line, f"${name} {reason}")

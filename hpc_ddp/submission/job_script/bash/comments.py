@@ -39,12 +39,13 @@ def _is_cut(lines: list[str]) -> bool:
 
 def join_cut_lines(text: str) -> tuple[str, list[int]]:
     """Return a script in which a backslash that a blank or a comment follows ends its line, where
-    the next line begins with an option; and the lines, from 1, where that is so. bash ends the
-    command there, with a word of one blank, which no program expects."""
+    the next line begins with an option or a file of Python; and the lines, from 1, where that is
+    so. bash ends the command there, with a word of one blank, which no program expects."""
     lines, cut = text.split("\n"), []
     for index, line in enumerate(lines[:-1]):
         ends = re.search(r"(?<!\\)\\[ \t]+(#.*)?$", line)
-        if ends and line.lstrip()[:1] != "#" and re.match(r"\s*--?[A-Za-z]", lines[index + 1]):
+        goes_on = re.match(r"\s*(--?[A-Za-z]|[\"']?[\w./${}-]+\.py\b)", lines[index + 1])
+        if ends and line.lstrip()[:1] != "#" and goes_on:
             lines[index] = f"{line[: ends.start()]}\\"
             cut.append(index + 1)
     return "\n".join(lines), cut

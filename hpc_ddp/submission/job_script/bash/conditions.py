@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import operator
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 from hpc_ddp.submission.job_script.bash.counts import whole_number
 from hpc_ddp.submission.job_script.bash.scope import Scope
@@ -34,6 +34,11 @@ _ARITHMETIC = re.compile(rf"^\(\(\s*{_OPERAND}\s*([=!<>]=|[<>])\s*{_OPERAND}\s*\
 # A test, as [ -z "$A" ] or [[ $A == x ]]: [1] the first operand, '' without, [2] the operator, and
 # [3] the last operand.
 _TEST = re.compile(r"\[\[?(|\s.*?)\s+(==?|!=|-\w+)\s+(.*?)\s+\]\]?", re.S)
+# A test on a pattern of text and stars, or an expression of text.
+_PATTERN_TEST = re.compile(
+    r"\[\[\s+(\"?\$\{?\w+(?::?-)?\}?\"?)\s+(=~(?!\s+\S*[*.])|(?:==?|!=)(?=\s+\S*\*))"
+    r"\s+((?:[\w:./*-]|\"[\w:./-]*\"|'[\w:./-]*')+)\s+\]\]"
+)
 _NEGATED = re.compile(r"(?P<start>\[\[?)\s+!\s+(?P<operator>-[nz])(?P<end>\s.*)", re.S)
 _ASKS_ARGUMENT = re.compile(r"\[\[?\s+(!\s+)?-([nz])\s+\"?\$\{?\d(?::?-)?\}?\"?\s+\]\]?")
 _ASKS_UNSET = re.compile(r"\[\[?\s+-z\s+\"?\$\{?([A-Za-z_]\w*)(?::?-)?\}?\"?\s+\]\]?")
@@ -78,18 +83,36 @@ def _truth_of_text(text: str, scope: Scope, is_guessed: bool) -> bool | None:
         text = f"{negated['start']} {'-z' if negated['operator'] == '-n' else '-n'}{negated['end']}"
     text = re.sub(r"\$\{(\w+):?-\}", r"$\1", text)  # ${A-} serves `set -u`: it is $A
     test = _TEST.fullmatch(text)
+    if match := _PATTERN_TEST.fullmatch(text):
+        operand, sign, pattern = match.groups()
+        return _fits_pattern(operand, sign, pattern, scope)
     is_unknown = uses_arguments(text) and scope.arguments is None
     is_more = re.search(r"[&|<>()*?]", text)  # several comparisons, a substitution or a pattern
     if not test or is_unknown or is_more:
         return {"true": True, "false": False}.get(text)
     first, operator_text, last = test.groups()
-    # The operands are read as arguments of the command ":".
-    words = scope.words(commands_of(parse(f": {first} {last}"))[0].named_children[1:])
-    words = [_fill_in_text(word, scope) for word in words]
+    words = [_fill_in_text(w, scope, scope.numbers) for w in _words_in(f"{first} {last}", scope)]
     if operator_text in ("-z", "-n") and not first and len(words) < 2:
         is_empty = _is_empty(words, scope, is_guessed)
         return None if is_empty is None else is_empty == (operator_text == "-z")
     return _compare(words, operator_text, scope)
+
+
+def _words_in(code: str, scope: Scope) -> list[Word]:
+    """Return the operands of a test, which are read as arguments of the command ``:``."""
+    return scope.words(commands_of(parse(f": {code}"))[0].named_children[1:])
+
+
+def _fits_pattern(operand: str, sign: str, pattern: str, scope: Scope) -> bool | None:
+    """Return whether a variable, `operand`, fits a `pattern`, as ``*:*`` of ``$A == *:*`` and ``:``
+    of ``$A =~ :``, or for ``!=`` does not; None where only the job knows its value."""
+    words = [_fill_in_text(word, scope, {}) for word in _words_in(operand, scope)]
+    if len(words) != 1 or not words[0].is_static or uses_arguments(operand):
+        return None
+    pattern = re.sub("[\"']", "", pattern)
+    if sign == "=~":
+        return bool(re.search(pattern, words[0].text))
+    return fnmatch.fnmatchcase(words[0].text, pattern) == (sign != "!=")
 
 
 def _test_of_name(match: re.Match[str]) -> str:
@@ -99,11 +122,11 @@ def _test_of_name(match: re.Match[str]) -> str:
     return f'[ {sign} "${match[2]}" ]' if match[2].startswith("SLURM_") else match[0]
 
 
-def _fill_in_text(word: Word, scope: Scope) -> Word:
+def _fill_in_text(word: Word, scope: Scope, numbers: Collection[str]) -> Word:
     """Return a variable of Slurm's, `word`, as the text that it has in the job by the directives;
-    another word, and a variable that the script sets, as it is."""
+    another word, a variable that the script sets, and one of the `numbers`, as it is."""
     name = word.parts[0].name if len(word.parts) == 1 else ""
-    is_known = name in scope.texts and name not in {*scope.values, *scope.numbers}
+    is_known = name in scope.texts and name not in {*scope.values, *numbers}
     return literal(scope.texts[name], word.line) if is_known else word
 
 
@@ -227,7 +250,7 @@ def running_item(node: Node, scope: Scope) -> int | None:
     tested = scope.words([node.child_by_field_name("value")])
     if len(tested) != 1 or uses_arguments(source(node.named_children[0])):
         return None
-    word = _fill_in_text(tested[0], scope)
+    word = _fill_in_text(tested[0], scope, scope.numbers)
     number = whole_number(word, scope)
     if not (word.is_static or number is not None):
         return None

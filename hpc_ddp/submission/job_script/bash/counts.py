@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from hpc_ddp.submission.job_script.bash.values import Value
-from hpc_ddp.submission.job_script.bash.words import Word
+from hpc_ddp.submission.job_script.bash.values import Value, doubts_in
+from hpc_ddp.submission.job_script.bash.words import Word, literal
 
 if TYPE_CHECKING:
     from hpc_ddp.submission.job_script.bash.scope import Scope
@@ -61,6 +61,14 @@ def fill_parts_in(code: str, scope: Scope) -> str:
                 part = part_of(text, *match.groups()[1:])
                 code = code[: match.start()] + part + code[match.end() :]
     return code
+
+
+def known_part(word: Word, scope: Scope) -> Word | None:
+    """Return the text of a `word` of code that `fill_parts_in` fills in; None where it can't, or
+    takes the last number for the only one, and where a file may have changed a value."""
+    text = word.text if _DIGITS.search(word.text) else fill_parts_in(word.text, scope)
+    is_doubtful = any(doubts_in(scope.values.get(name)) for name in word.names)
+    return None if is_doubtful or re.search("[$`]", text) else literal(text, word.line)
 
 
 def _text_of(name: str, scope: Scope, pending: tuple[str, ...] = ()) -> str | None:

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 from hpc_ddp.core.job.variables import OF_A_RANK
+from hpc_ddp.submission.job_script.bash import counts
 from hpc_ddp.submission.job_script.bash.blocks import adds_words
-from hpc_ddp.submission.job_script.bash.counts import count_read_devices, whole_number
 from hpc_ddp.submission.job_script.bash.syntax import (
     ALL_ARGUMENTS,
     Node,
@@ -126,12 +126,10 @@ class Scope:
         return Word(tuple(parts), node.start_point[0] + 1)
 
     def assign(self, node: Node) -> str:
-        """Set the variable of a ``variable_assignment``, also by ``+=``, and return its name.
-
-        Its value becomes None by an assignment to one element of an array, by one that needs an old
-        value which is not known, and for a variable of `_CHANGES`, `formatted` or `secrets`. A
-        secret's value goes to `secrets`. Words added to an open variable change only its version.
-        """
+        """Set the variable of a ``variable_assignment``, also by ``+=``, and return its name. Its
+        value becomes None by an assignment to one element of an array, or that needs an old value
+        which is not known, and for one of `_CHANGES`, `formatted` or `secrets`. A secret's value
+        goes to `secrets`. Words added to an open variable change only its version."""
         target, content = node.child_by_field_name("name"), node.child_by_field_name("value")
         name = re.match(r"\w*", source(target))[0]  # type: ignore[index]
         if name == "IFS":
@@ -150,8 +148,9 @@ class Scope:
         if isinstance(assigned, Word) and self.hides(name, assigned.text):
             self.secrets[name] = assigned
         if isinstance(assigned, Word) and name in assigned.names:
-            # A=$A leaves the old value; of A=x$A only the job knows the value, as that of $A.
-            assigned = old if len(assigned.parts) == 1 and assigned.parts[0].name else None
+            # A=$A leaves the old value; that of A=${A#*:} may be known, not that of A=x$A.
+            is_old = len(assigned.parts) == 1 and assigned.parts[0].name
+            assigned = old if is_old else counts.known_part(assigned, self)
         is_unknown = _CHANGES.fullmatch(name) or name in {*self.secrets, *self.formatted}
         self.set(name, None if is_unknown else assigned)
         return name
@@ -213,7 +212,7 @@ class Scope:
         self.has_other_ifs = self.has_other_ifs and not (first == "unset" and "IFS" in names)
         self._forget_arguments(text, first)
         self.formatted |= names if _FORMATS.match(text) else set()
-        self.gpu_counts.update(count_read_devices(text, self.values))
+        self.gpu_counts.update(counts.count_read_devices(text, self.values))
         before = r"[\s;&\"']" if first == "eval" else r"[\s;&]"  # eval runs texts in quotes, too
         if first != "cd" and re.search(rf"(^|{before})(cd|pushd|popd)\b", text):
             self.set("PWD", None)
@@ -278,7 +277,7 @@ class Scope:
         elif kind == "ansi_c_string" and not re.search(r"\\[^nt]", text):  # $'text'
             yield Part(text[2:-1].replace(r"\n", "\n").replace(r"\t", "\t"))
         elif kind == "arithmetic_expansion" and not names_in(text):  # $((2*4))
-            number = whole_number(Word((Part(text, is_code=True),)), self)
+            number = counts.whole_number(Word((Part(text, is_code=True),)), self)
             yield self._code_part(text, True) if number is None else Part(str(number))
         elif text in ("$(pwd)", "`pwd`") and isinstance(folder := self.values.get("PWD"), Word):
             yield from folder.parts

@@ -35,7 +35,7 @@ _ACCELERATE_USES = {
     r"num-machines|machine-rank|main-process-(ip|port)|rdzv-\w+|multi-gpu|same-network|gpu-ids"
     r"|main-training-function|compute-environment|use-cpu|cpu|debug|quiet|tpu-.*|downcast-bf16"
     r"|enable-cpu-affinity|max-restarts|monitor-interval|tee|role|log-dir|mpirun-hostfile"
-    r"|use-mps-device": "ours",
+    r"|use-mps-device|deepspeed-(multinode-launcher|hostfile)": "ours",
     ".*": "later",
 }
 
@@ -47,7 +47,7 @@ _ACCELERATE_FLAGS = re.compile(
 ACCELERATE = Options(_ACCELERATE_USES, _ACCELERATE_FLAGS)
 
 # Values of options that are those without the option.
-ACCELERATE_DEFAULTS = {"dynamo-backend": "no", "deepspeed-multinode-launcher": "standard"}
+ACCELERATE_DEFAULTS = {"dynamo-backend": "no"}
 
 # Keys of Accelerate's YAML that describe the job itself.
 _NOT_OF_ALL = (

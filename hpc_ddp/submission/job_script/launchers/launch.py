@@ -156,6 +156,9 @@ class Launch:
             if operand is None and not is_flag:
                 operand = remaining.pop(0)
                 written.append(operand)
+            if operand and rules.flags.fullmatch(name) and word.text[:2] != "--":  # -ul is -u -l
+                remaining.insert(0, join_words("-", operand))
+                operand = None
             self.options[name] = operand, word.line
             if use == "lost":
                 self.mark(word.line, LOST, f"{launcher} {word.text}: see {launcher}'s own page")
@@ -195,10 +198,10 @@ class Launch:
         """Set the attribute `key` to the number of an operand, also of a range with equal ends
         (``4-4``); to None for another range, and where only the job knows the number.
 
-        A number of nodes, tasks or processes that is None is marked as lost in its `line`, with
-        `option` in the reason, unless hpc-ddp finds it by itself: it is a variable of Slurm's, one
-        process for each GPU, or as many tasks or processes on each node, which `tasks_per_node` or
-        `workers` gets.
+        A number of CPUs, nodes, tasks or processes that is None is marked as lost in its `line`,
+        with `option` in the reason, unless hpc-ddp finds it by itself: it is a variable of Slurm's,
+        one process for each GPU, or as many tasks or processes on each node, which `tasks_per_node`
+        or `workers` gets.
         """
         ends = re.fullmatch(r"(\d+)-(\d+)", operand.text) if operand else None
         number = whole_number(operand, scope) if ends is None else None
@@ -212,6 +215,9 @@ class Launch:
         is_of_job = key in ("nodes", "tasks", "tasks_per_node", "processes")
         is_slurms = operand is None or re.fullmatch(r"\$\{?SLURM_\w+\}?", operand.text)
         is_each_gpu = key == "processes" and operand and is_gpus_of_all_nodes(operand, scope)
+        if number is None and key == "cpus":
+            text = "" if is_slurms else ": only the job knows it: cpus-per-task = N"
+            self.mark(line, OURS if is_slurms else LOST, f"{option}{text}")
         if number is None and is_of_job and not (is_slurms or is_each_gpu):
             text = f"{option}: only the job knows it: nodes, nproc-per-node = N"
             if ends:

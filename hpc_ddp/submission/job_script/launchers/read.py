@@ -98,7 +98,11 @@ def read_launch(
             is_set_up = len(remaining) == 1 and re.fullmatch(r"\$\{?WITH_\w+\}?", remaining[0].text)
             texts = {text for word in remaining[1:] for text in word.text.split()}
             is_counted = scope.counted == Counted.COMMANDS and may_train(remaining)
-            is_counted = is_counted and not any(map(_STARTS_WORKERS.fullmatch, texts))
+            starts_workers = any(map(_STARTS_WORKERS.fullmatch, texts))
+            # podman run IMAGE torchrun train.py, in a text or the batch script.
+            firsts = [word.text for word in remaining[1:3]]
+            is_run = starts_workers and any(text in ("run", "exec") for text in firsts)
+            is_counted = is_run or (is_counted and not starts_workers)
             is_of_task = launch.step and (not step or is_path or remaining[0].code)
             if _is_prefix(remaining):
                 text = f"{remaining[0].text} before the launch: only the job knows it"

@@ -87,6 +87,11 @@ PREPARES = re.compile(
     r"|check|clean|copy|stage|unzip|fetch)|^(?:config|create|make|activate|load|init|env)", re.I
 )  # fmt: skip
 TESTS = re.compile(r"eval|test|infer|predict|bench|plot", re.I)  # in names of programs
+# In the name of a program or its first argument: what finishes a run's results.
+_FINISHES = re.compile(
+    r"(?:^|[_. /-])(?:finali|finish|meta|report|summar|aggregat|merge|collect|upload|export|notif"
+    r"|post|archiv|publish)", re.I
+)  # fmt: skip
 # Arguments by which a program tests a model: --eval, --test_only, --do_predict, --mode test.
 _TESTING = re.compile(
     r"(?<!\S)--?(do_)?(eval(uate)?|test|infer(ence)?|predict)([-_]only)?(?!\S)"
@@ -215,9 +220,12 @@ def take_command(words: list[Word], launch: Launch) -> None:
         launch.add("no-python", words[0])
 
 
-def only_tests(name: str, arguments: str) -> bool:
-    """Return whether a program tests a model, by its `name` or `arguments`, and does not train."""
-    return bool(_TESTING.search(arguments) or (TESTS.search(name) and not TRAINS.search(name)))
+def only_ends_run(name: str, arguments: str) -> bool:
+    """Return whether a program tests a model or finishes a run's results, by its `name` or
+    `arguments`, and does not train."""
+    first = re.match(r"\s*[\w-]*", arguments)[0]  # type: ignore[index]
+    is_last = TESTS.search(name) or _FINISHES.search(f"{name} {first}")
+    return bool(_TESTING.search(arguments) or (is_last and not TRAINS.search(name)))
 
 
 def name_of(launch: Launch) -> str:

@@ -17,12 +17,13 @@ from hpc_ddp.submission.job_script.bash.conditions import (
     running_item,
 )
 from hpc_ddp.submission.job_script.bash.syntax import Node, commands_of, source
-from hpc_ddp.submission.job_script.conversion import OURS, VERDICT
+from hpc_ddp.submission.job_script.conversion import ENDED, OURS, VERDICT
 from hpc_ddp.submission.job_script.launchers.tasks import prepares
 from hpc_ddp.submission.job_script.statements.branches import (
     CHOSEN,
     branches_of_case,
     choose_arguments,
+    edit_code,
     find_common_launch,
     guard_only_launch,
 )
@@ -42,19 +43,23 @@ class BranchReading(Reading):
         """Append the statements of the branch that runs, maybe none, where the script tells which
         one it is. Else append the whole as one statement, which is lost if a launch is in it.
 
-        Where the condition is the launch, and the branches only print or exit, append the launch.
+        Where the condition is the launch, append the launch, and the whole behind it, with `ENDED`
+        in its place.
         """
         has_launch, branches = self._has_launch(node), list(branches_of(node))
         condition, *bodies = node.named_children
-        if (
-            has_launch
-            and all(map(only_reports_or_requeues, bodies))
-            and self._has_launch(condition)
-        ):
+        reports, is_list = all(map(only_reports_or_requeues, bodies)), condition.type == "list"
+        is_asked = has_launch and (reports or not (is_list or any(map(self._has_launch, bodies))))
+        if is_asked and self._has_launch(condition):
             self._resolve(node, VERDICT, OURS)
-            is_negated = condition.type == "negated_command"
-            self._read_node(condition.named_children[-1] if is_negated else condition)
-            self.statements[-1].around = source(node)
+            self._read_node(condition)
+            launching = self.statements[-1]
+            launching.around = source(node)
+            first = condition.named_children[0] if condition.type == "pipeline" else condition
+            command = first.named_children[-1] if first.type == "negated_command" else first
+            text = edit_code(node, [(command.start_byte, condition.end_byte, ENDED)])
+            if not is_list:
+                self._add(node, text, reports=reports, asks=launching.launch)
             return
         chosen = self._choose_branch(node, branches, has_launch)
         common = find_common_launch(branches, self._read_apart) if has_launch else None
@@ -72,6 +77,13 @@ class BranchReading(Reading):
             self._add_choice(node, branches)
             return
         self._read_branch(node, branches, chosen)
+
+    def _negated_command(self, node: Node) -> None:
+        """Append the launch of ``! LAUNCH``; a command without one as one statement."""
+        if self._has_launch(node):
+            self._read_node(node.named_children[-1])
+        else:
+            self._add(node)
 
     def _case_statement(self, node: Node) -> None:
         """Append a ``case``: as an ``if`` with a condition for each pattern (`_if_statement`)."""

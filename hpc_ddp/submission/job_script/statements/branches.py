@@ -84,7 +84,7 @@ def choose_arguments(
     array = Word((Part(f"${{{CHOSEN}[@]}}", is_code=True, splits=False),), launches[0].line)
     notes = [mark for launch in launches[1:] for mark in launch.marks if not mark[1]]
     marks = [*launches[0].marks, *(mark for mark in notes if mark not in launches[0].marks)]
-    return _edit(node, edits), replace(launches[0], args=[array], marks=marks)
+    return edit_code(node, edits), replace(launches[0], args=[array], marks=marks)
 
 
 def guard_only_launch(
@@ -109,10 +109,10 @@ def guard_only_launch(
     if branches[-1][0]:  # no else
         last = "else exit 0; " if source(end) == "fi" else "*) exit 0 ;; "
         edits.append((end.start_byte, end.start_byte, last))
-    return _edit(node, edits), chosen
+    return edit_code(node, edits), chosen
 
 
-def _edit(node: Node, edits: list[tuple[int, int, str]]) -> str:
+def edit_code(node: Node, edits: list[tuple[int, int, str]]) -> str:
     """Return the code of a node in which each of the `edits` has replaced the code between two
     bytes of the script by a text."""
     code, start = source(node).encode(), node.start_byte

@@ -14,7 +14,7 @@ from hpc_ddp.submission.job_script.launchers.tasks import (
     TESTS,
     TRAINS,
     name_of,
-    only_tests,
+    only_ends_run,
     prepares,
 )
 from hpc_ddp.submission.job_script.statements.open_commands import leave_empty
@@ -112,7 +112,7 @@ def _set_others_aside(launches: list[Entry], nodes: int) -> Entry:
         is_plain = index < training[0] and complete and is_preparation
         if is_plain or (entry in aside and counted is not launches):
             _make_plain(statement, training[1])
-        elif index > training[0] and not launch.in_loop and only_tests(name_of(launch), words):
+        elif index > training[0] and not launch.in_loop and only_ends_run(name_of(launch), words):
             _make_plain(statement, training[1])
             statement.limit = FINALLY
         elif statement is not training[1]:
@@ -136,7 +136,7 @@ def _count_preparations(launches: Sequence[Launch]) -> int:
 def _describe_fewer_nodes(training: Launch, nodes: int) -> str:
     """Return a text that says on how many of the job's `nodes` a launch is: on one where the batch
     script runs it. '' if it is on all, also by deepspeed's ssh, or in a loop over them."""
-    if {"hostfile", "num-nodes"} & training.options.keys():
+    if {"hostfile", "num-nodes", "deepspeed-hostfile"} & training.options.keys():
         return ""
     count = training.nodes or (0 if training.step else 1)  # 0: on all
     is_on_fewer = 0 < count < nodes and not training.in_loop

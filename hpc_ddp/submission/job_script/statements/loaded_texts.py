@@ -163,7 +163,7 @@ def sentences_on(doubts: Set[Doubt]) -> list[str]:
     those of hpc-ddp, whose values here do not count."""
     names_by_line: dict[int, list[str]] = {}
     for name, line in sorted(doubts):
-        if not is_of_hpc_ddp(name):
+        if not (is_of_hpc_ddp(name) or name.startswith("VALUE_")):
             names_by_line.setdefault(line, []).append(f"${name}")
     return [
         f"{', '.join(names)}: taken as set before line {line}, which may set "

@@ -21,9 +21,16 @@ _OF_BASH = re.compile(
 )
 _OF_LINES = {"setup", "node-setup", "worker-setup", "teardown"}  # settings of bash
 # Variables in code: all, those with a default, and those that are set to it.
-_NAMES = re.compile(r"\$\{?([A-Za-z_]\w*)")
+_NAMES = re.compile(r"(?<!\\)\$\{?([A-Za-z_]\w*)")
 _WITH_DEFAULT = re.compile(r"\$\{(\w+):?[-=+]")
-_ASKS_FOR = re.compile(r"\[\s+(?:!\s+)?-[nz]\s+\"?\$\{?\w+\}?\"?(?=\s)")  # [ -z "$A" ]
+# [ -z "$A" ], of the variable [1].
+_ASKS_FOR = re.compile(r"\[\s+(?:!\s+)?-[nz]\s+\"?\$\{?(\w+)(?::?-)?\}?\"?(?=\s)")
+# What code sets, in a command's place, and not in an argument as lr=$lr.
+_SETS = re.compile(
+    r"(?:^|[;&|{`]|(?<!=)\(|(?:-\w*c|\beval)\s+[\"']|\b(?:then|do|else|export|local|declare|env)\s)"
+    r"\s*(?:-\w+\s+|\w+=[^\s;&|]*\s+)*\w+=|\bfor\s+\w+\s", re.M
+)  # fmt: skip
+_SET_NAMES = re.compile(r"(?<![\w=$/.:-])(\w+)(?==|\s+$)")
 _SETS_DEFAULT = re.compile(r"\$\{(\w+):?=")
 
 
@@ -36,7 +43,7 @@ def take_shell_variables(
     """Put the variables of the submitting shell (`environ`) that the settings in `result` need, and
     that the script does not set, into ``env-names``. Return those that the shell lacks: first the
     ones that are used without a default, then those that always have one, as ``${A:-x}``, or are
-    only asked for, as by ``[ -z $A ]``.
+    asked for in the same line, as by ``[ -n $A ]``.
 
     The `statements` are those of the script; `set_by_lines` are the variables that lines in
     `result` set. Variables of each job and of bash itself do not count. To be called when all
@@ -54,15 +61,18 @@ def take_shell_variables(
             if statement.name not in names_in(_WITH_DEFAULT.sub("{", statement.text)):
                 with_default.add(statement.name)  # A=${A:-x}: the line reads the shell's
         is_set |= {statement.name, *statement.sets}
-    of_commands = {*re.findall(r"\b(\w+)=|\bfor\s+(\w+)\s", PRINTED_TEXT.sub(" ", lines))}
-    set_by_lines = {*set_by_lines, *(name for pair in of_commands for name in pair)}
+    assignments = (match[0] for match in _SETS.finditer(PRINTED_TEXT.sub(" ", lines)))
+    of_commands = {name for text in assignments for name in _SET_NAMES.findall(text)}
+    set_by_lines = {*set_by_lines, *of_commands}
     names -= (is_set | set_by_lines) - need_themselves
     names = {n for n in names if not OF_A_JOB.fullmatch(n) and not _OF_BASH.match(n)}
     for name in sorted(names & environ.keys()):
         result.append("env-names", name, 0)
     missing = names - environ.keys() - with_default - {*_SETS_DEFAULT.findall(code)}
-    needs = _ASKS_FOR.sub(" ", _WITH_DEFAULT.sub(" ", code))
-    without_default = {*_NAMES.findall(needs), *lists.get("expand", ())}
+    without_default = {*lists.get("expand", ())}
+    for line in (text for key in _OF_LINES & lists.keys() for text in lists[key]):
+        needs = without_quoted_texts(_WITH_DEFAULT.sub(" ", _ASKS_FOR.sub(" ", line)))
+        without_default |= {*_NAMES.findall(needs)} - {*_ASKS_FOR.findall(line)}
     return missing & without_default, missing - without_default
 
 

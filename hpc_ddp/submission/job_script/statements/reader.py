@@ -12,7 +12,7 @@ from hpc_ddp.submission.job_script.bash.comments import is_comment
 from hpc_ddp.submission.job_script.bash.syntax import Node, commands_of, source
 from hpc_ddp.submission.job_script.bash.values import doubts_in
 from hpc_ddp.submission.job_script.bash.words import Part, Word
-from hpc_ddp.submission.job_script.conversion import DECIDED, OURS, VERDICT, first_reason
+from hpc_ddp.submission.job_script.conversion import DECIDED, ENDED, OURS, first_reason
 from hpc_ddp.submission.job_script.launchers.launch import Launch
 from hpc_ddp.submission.job_script.statements.branch_reading import CHOOSES, BranchReading
 from hpc_ddp.submission.job_script.statements.loaded_texts import sentences_on
@@ -26,8 +26,7 @@ from hpc_ddp.submission.job_script.statements.statement import (
 )
 
 _ENDS = re.compile(r"exit\b[^;&|\n]*$|exec\s+[^-<>&\d\s][^;&|\n]*$")  # exec of a program
-
-
+_EXPORTS_ALL = re.compile(r"(?<!\s--)\s([-+])(?:\w*a\w*|\w*o\s+allexport)(?=\s|$)")
 _PRINTS_ONLY = r"(echo|printf|date|hostname|nvidia-smi|pwd|ls|export|unset|set|module list)\b"
 
 
@@ -109,7 +108,7 @@ class Reader(BranchReading):
     def _command(self, node: Node, output: str = "", around: Node | None = None) -> None:
         """Append the statement of a simple command, with its launch if it is one. A function,
         ``eval`` or ``bash -c`` with a launch in it is replaced by the statements of its body or
-        text. ``cd``, ``shift`` and ``set -a`` change what is known of the statements behind them.
+        text. ``cd``, ``shift`` and ``set`` change what is known of the statements behind them.
 
         `around` is the pipeline or redirection around the command, None without one; `output` is
         the file or pipe that the command writes to, '' without one.
@@ -138,7 +137,8 @@ class Reader(BranchReading):
             return
         if first == "cd":
             self.scope.change_folder(words)
-        self._exports_all |= first == "set" and bool(re.search(r"\s-\w*a|allexport", source(node)))
+        if first == "set" and (switch := _EXPORTS_ALL.search(source(node))):
+            self._exports_all = switch[1] == "-"
         is_function = first in self._functions  # of no launch, whatever its name
         launch = self._make_launch(node, [] if is_function else words, assignments, around or node)
         if launch.inner and self._has_launch(inner_text(launch.inner), launch.step, launch.args):
@@ -266,19 +266,17 @@ class Reader(BranchReading):
     _pipeline = _redirected_statement = _list
 
     def _read_list_with_launch(self, node: Node) -> None:
-        """Append the statements of both sides of ``a && b`` or ``a || b`` with a launch. A command
-        without one behind it gives no statement if it only reports, as ``|| exit 1``, else a lost
-        one. With a launch behind a test or ``||`` alone, only the job knows whether it runs: the
-        first side ends the script where it does not, or, where more than prints follows, the whole
-        is one lost statement."""
-        first, last = node.named_children[0], node.named_children[-1]
-        is_test = re.match(r"(\[|test\b|!)", source(first)) or node.children[1].type == "||"
+        """Append the statements of both sides of ``a && b`` or ``a || b`` with a launch. The side
+        behind it, as ``|| exit 1``, has `ENDED` in its place. Whether one behind a test or ``||``
+        runs, only the job knows: the first side ends the script where it does not, or, where more
+        than prints follows, the whole is one lost statement."""
+        first, sign, last = node.named_children[0], node.children[1].type, node.named_children[-1]
+        is_test = re.match(r"(\[|test\b|!)", source(first)) or sign == "||"
         if is_test and not self._has_launch(first):
             if self._place.in_text or not blocks.is_last(node):
                 self._add(node, lost=CHOOSES)
                 return
-            ends = {"&&": "||", "||": "&&"}[node.children[1].type]
-            self._add(first, f"{source(first)} {ends} exit")
+            self._add(first, f"{source(first)} {'||' if sign == '&&' else '&&'} exit")
             self._read_node(last)
             return
         count, parts = len(self.statements), [first]  # between two launches each is read by itself
@@ -288,19 +286,22 @@ class Reader(BranchReading):
         for part in parts:
             self._read_node(part)
         starts_launch = self._has_launch(last)  # by now also by a variable that a part has set
-        self.statements[-1].around = "" if starts_launch else source(node)
-        if node.children[1].type == "&&" and starts_launch:
+        launching = next((s for s in reversed(self.statements) if s.launch), self.statements[-1])
+        launching.around = "" if starts_launch else source(node)
+        if sign == "&&" and starts_launch:
             self._end_after_failures(count)
         if starts_launch or not self._has_launch(first):
             self._read_node(last)
-        elif blocks.only_reports(last, self._find_reporting_functions()):
-            self._resolve(last, VERDICT, OURS)
-        elif not does_more(source(last)) and (reason := first_reason(DECIDED, source(last), True)):
+            return
+        reported = syntax.parse(re.sub(r"\b\w+=[\"']?\$\?[\"']?", ":", source(last)))
+        reports = blocks.only_reports(reported, self._find_reporting_functions())
+        of_ours = not (reports or does_more(source(last)))
+        if of_ours and (reason := first_reason(DECIDED, source(last), True)):
             self._resolve(last, reason, OURS)
             self.notes.append((self._at(last)[0], reason))  # the line may be the launch's
         else:
-            reason = f"`{source(last):.30}` asks how the launch ended: see hpc-ddp's verdict"
-            self._add(last, lost=reason)
+            text = f"{ENDED} {sign} {source(last)}"
+            self._add(last, text, reports=reports, asks=launching.launch)
 
     def _end_after_failures(self, count: int) -> None:
         """Have each command from the statement `count` on end the script if it fails, as in front
@@ -309,7 +310,8 @@ class Reader(BranchReading):
             is_single = not re.search(r"\|\||;|\bexit\b|\n", statement.text)
             if statement.launch and is_single:  # for one that prepares the training
                 statement.around = f"{statement.text} || exit"
-            is_plain = not (statement.name or statement.launch or statement.first == "cd")
+            is_move = statement.first == "cd" and not statement.in_task
+            is_plain = not (statement.name or statement.launch or is_move)
             if is_plain and is_single and not re.match(_PRINTS_ONLY, statement.text):
                 statement.text += " || exit"
 

@@ -19,7 +19,6 @@ from hpc_ddp.submission.job_script.conversion import (
     PLACEHOLDER,
     PRINTS,
     REFUSED,
-    RELATIVE,
     STARTS_PYTHON,
     TRAINS_BEHIND,
     VERDICT,
@@ -28,11 +27,16 @@ from hpc_ddp.submission.job_script.conversion import (
 )
 from hpc_ddp.submission.job_script.launchers.launch import Launch
 from hpc_ddp.submission.job_script.launchers.options import is_launcher
-from hpc_ddp.submission.job_script.launchers.tasks import only_tests
+from hpc_ddp.submission.job_script.launchers.tasks import only_ends_run
 from hpc_ddp.submission.job_script.secrets import is_secret, looks_secret
 from hpc_ddp.submission.job_script.statements.reader import Reader
 from hpc_ddp.submission.job_script.statements.requeues import separate_requeue
-from hpc_ddp.submission.job_script.statements.statement import Statement, with_functions
+from hpc_ddp.submission.job_script.statements.statement import (
+    Statement,
+    keeps_exit_code,
+    leaves_exit_code,
+    with_functions,
+)
 
 # A line that starts a step, though not in a text that it prints or assigns.
 _STEP = re.compile(
@@ -46,7 +50,8 @@ _STARTS = re.compile(rf"\b(torchrun|deepspeed|accelerate launch)\s.*\.py\b|{STAR
 _BY_VARIABLE = re.compile(r"(?:(?:eval|exec|time|nohup)\s+)*[\"'`]?\$\{?(\w+)")
 # The program of Python in a text, without its folder or package, and its arguments.
 _PROGRAM = re.compile(
-    r"\bpython[\d.]*\s+(-[A-Za-ln-z]\s+)*(-m\s+(\w+\.)*|([^\s-]\S*/)?)(?P<name>[\w-]+)(?P<arguments>.*)",
+    r"\bpython[\d.]*\s+(-[A-Za-ln-z]\s+)*(-m\s+(\w+\.)*|([^\s-]\S*/)?)(?P<name>[\w-]+)(\.py\b)?"
+    r"(?P<arguments>.*)",
     re.S,
 )
 # A node's address, asked for by ssh.
@@ -119,6 +124,7 @@ class Refusals:
         unknown = dict.fromkeys(self._node_variables, "a loop")
         training = next((s for s in self._statements if s.launch and s.launch is self.launch), None)
         is_beside = False  # the launch runs in the background there
+        keeps_code = self.launch is not None and keeps_exit_code(self._statements, self._at)
         has_no_hostfile = False  # a line that writes the file of hosts is left out
         status: set[str] = set()  # variables that have the launch's exit code
         files: dict[str, str] = {}  # that a lost statement writes, with its line
@@ -133,10 +139,10 @@ class Refusals:
                 is_beside |= statement.launch is self.launch and statement.text.endswith(" &")
                 continue
             is_beside &= not re.match(r"wait\b", statement.text)
-            if index > self._at and self.launch and statement.reports_status(status):
+            if leaves_exit_code(self._statements, self._at, index, status, keeps_code):
                 statement.decided = VERDICT
-                status |= {statement.name} - {""}
-                unknown |= dict.fromkeys({statement.name} - {""}, line)
+                status |= names
+                unknown |= dict.fromkeys(names, line)
                 continue
             is_trap = statement.first == "trap"
             # A trap for the script's end stays, if it ends what the set-up lines start.
@@ -269,7 +275,7 @@ class Refusals:
         if reason == DELETES and is_after and self._only_deletes_written(text, index):
             reason = ""
         program = _PROGRAM.search(text) if is_after and reason == TRAINS_BEHIND else None
-        if program and only_tests(program["name"], program["arguments"]):
+        if program and only_ends_run(program["name"], program["arguments"]):
             statement.limit, reason = FINALLY, ""
         if not (self.launch or reason) and (
             self._may_launch(text) or self._names_launch(statement)
@@ -315,9 +321,8 @@ class Refusals:
 
     def _find_shell_reason(self, statement: Statement, training: Statement) -> str:
         """Return why a statement behind a child shell, ``( … )``, that has the `training` in it
-        can't be a clean-up line: it needs a name that the shell sets, or a relative path where the
-        shell has changed the folder. Return '' without a reason. The shell of a task changes
-        nothing for clean-up lines."""
+        can't be a clean-up line: it needs a name that the shell sets; '' without a reason. The
+        shell of a task changes nothing for clean-up lines."""
         depth = len(statement.shells)
         if len(training.shells) <= depth:
             return ""
@@ -325,9 +330,7 @@ class Refusals:
         inner = [s for s in self._statements if shell in s.shells and not s.in_task]
         if names := {n for s in inner for n in (s.name, s.defines, *s.sets)} & statement.names:
             return f"the shell around the launch sets another {min(names)}: teardown, if needed"
-        is_moved = any(s.first in ("cd", "pushd") for s in inner)
-        is_of_folder = is_moved and RELATIVE.search(statement.text)
-        return "the launch has another folder: teardown, if needed" if is_of_folder else ""
+        return ""
 
     def is_of_launch(self, name: str) -> bool:
         """Return whether the assignment of the variable `name`, or of one that it needs, is of the

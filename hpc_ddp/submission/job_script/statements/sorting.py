@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import re
+import shlex
 from collections.abc import Set
 from typing import NamedTuple
 
@@ -116,6 +117,7 @@ class Sorter:
     def _sort_statements(self) -> None:
         """Sort all statements but the launch into `result`."""
         lines: list[tuple[str, str, int]] = []
+        back = self._find_return()
         # From the last statement on: later ones tell which variables are needed.
         for index, statement in reversed([*enumerate(self._statements)]):
             if statement.launch is None or statement.lost:
@@ -126,9 +128,23 @@ class Sorter:
             elif statement.launch is self.launch:
                 self._in_launch = statement.names
                 self.result.mark(*statement.lines, TAKEN, "the launch")
+            has_line = any(key == "teardown" and not PRINTS.match(text) for key, text, _ in lines)
+            if index == back and has_line:
+                lines.append(("teardown", f"cd {shlex.quote(self._start)}", statement.lines[0]))
         for key, text, line in reversed(lines):
             self.result.append(key, text, line)
         self.result.env = dict(reversed(self.result.env.items()))
+
+    def _find_return(self) -> int:
+        """Return the index of the first statement behind a child shell of the batch script that is
+        around the launch, and changes the folder for itself; -1 without one."""
+        shells = self._statements[self._at].shells if self.launch else ()
+        for index, statement in enumerate(self._statements[self._at + 1 :], self._at + 1):
+            ended = {*shells[len(statement.shells) :]}
+            inner = {s.first for s in self._statements if ended & {*s.shells} and not s.in_task}
+            if {"cd", "pushd"} & inner:
+                return index
+        return -1
 
     def _sort(self, statement: Statement, index: int) -> Fate:
         """Return what becomes of a statement, of an `index`. Put its variable or ``chdir`` into
@@ -151,7 +167,9 @@ class Sorter:
         if reason := self._refusals.find_reason(DECIDED, statement, is_after):
             return Fate(OURS, reason)
         if is_print and (self._prints_left_out(statement) or (statement.in_task and is_after)):
-            return Fate(OURS, "it prints a variable that is left out")
+            is_launch = bool(statement.names & self._in_launch & self._commands)
+            content = "the launch's text" if is_launch else "a variable that is left out"
+            return Fate(OURS, f"it prints {content}")
         if statement.in_task and is_after:
             return Fate(LOST, "after the program, in each task: there is no such key")
         folder = self._find_folder(statement, index)
@@ -306,7 +324,8 @@ class Sorter:
         if name == "IFS":  # it says how bash splits the lines behind it
             return self._keep_as_line(statement, statement.text, index > self._at)
         if is_of_hpc_ddp(name) and (name not in self._needed or statement.in_task):
-            return Fate(OURS, f"workers have hpc-ddp's {name}, if any")
+            reason = f"workers have hpc-ddp's {name}, if any"
+            return Fate(TAKEN, "host-suffix") if suffix else Fate(OURS, reason)
         if is_used or statement.in_task:
             return self._write_variable(statement, index, is_used)
         if not statement.of_script:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from hpc_ddp.submission.job_script.bash import blocks, syntax
 from hpc_ddp.submission.job_script.bash.values import Value
 from hpc_ddp.submission.job_script.bash.words import Word
-from hpc_ddp.submission.job_script.conversion import ON_EXIT
+from hpc_ddp.submission.job_script.conversion import DECIDED, ENDED, ON_EXIT, PRINTS, first_reason
 from hpc_ddp.submission.job_script.launchers.launch import Launch
 
 _LOADS = re.compile(r"\s*(module|ml|source|\.|conda|spack|eval)\s")
@@ -20,6 +20,7 @@ _LEAVES_NOTHING = re.compile(
     r"(?P<redirect>[12&]?>>?\s*/dev/null|[12]?>&[12])|\btrap\s+-(\s+[A-Z]\w*)*"
     r"|\b(local\s+)?\w+=\$\?"
 )
+_EXIT_CODE = re.compile(r"\$\?|\$\{PIPESTATUS\[0\]\}")
 # A command, or a list of processes, for those that the script itself has started.
 _ENDS_CHILDREN = re.compile(
     r"\bpkill\s+(-\w+\s+)*(-P|--parent)\s+[\"']?\$\$[\"']?"
@@ -78,6 +79,10 @@ class Statement:
     decided: str = ""
     defines: str = ""
     limit: tuple[str, str] = ("", "")  # a test that leaves the line out, and a note: `ONCE`, say
+    # Of the other side of a launch's list, ``|| exit 1``: whether it only prints, keeps the exit
+    # code, or ends the script; and that launch. None for any other statement.
+    reports: bool | None = None
+    asks: Launch | None = None
     sets: set[str] = field(default_factory=set)
     of_script: bool = True  # False for one made of a part of a word
     outer: Launch | None = None  # around the bash -c in whose text it stands
@@ -119,11 +124,15 @@ class Statement:
     def reports_status(self, variables: set[str]) -> bool:
         """Return whether the statement only reports how the command before it ended: an assignment
         keeps the exit code (``rc=$?``); another statement uses ``$?``, or one of the `variables`,
-        and only prints or ends the script (``exit $rc``). Raise as `syntax.parse`."""
+        and only prints, keeps the code or ends the script (``exit $rc``). Raise as
+        `syntax.parse`."""
+        if self.reports is not None:
+            return self.reports
         if self.name:
             return bool(re.fullmatch(r"\w+=[\"']?\$(\?|\{PIPESTATUS\[0\]\})[\"']?", self.text))
         uses_status = self.names & variables or re.search(r"\$(\?|\{PIPESTATUS)", self.text)
-        return bool(uses_status) and blocks.only_reports(syntax.parse(self.text))
+        code = re.sub(r"\b\w+=[\"']?\$\?[\"']?", ":", self.text)
+        return bool(uses_status) and blocks.only_reports(syntax.parse(code))
 
 
 def _is_among(node: syntax.Node, processes: Set[str]) -> bool:
@@ -138,6 +147,58 @@ def first_load(statements: Sequence[Statement]) -> int:
     evaluates a text: each may set any variable. Without one return the number of statements."""
     loads = (i for i, s in enumerate(statements) if s.words and _LOADS.match(s.text))
     return next(loads, len(statements))
+
+
+def _asks_exit_code(statements: Sequence[Statement], at: int, index: int) -> bool:
+    """Return whether a statement, of an `index`, asks for the exit code of that `at` another index,
+    right behind it or its ``wait``."""
+    between = statements[at + 1 : index]
+    asks = statements[index].reports is None and _EXIT_CODE.search(statements[index].text)
+    return bool(asks) and all(re.match(r"wait\b|\w+=\"?\$!", s.text) for s in between)
+
+
+def keeps_exit_code(statements: Sequence[Statement], at: int) -> bool:
+    """Return whether a line behind the launch, the statement `at` an index, depends on how the
+    launch ended, and does more than print: by the exit code, or since a line before it may end the
+    script."""
+    status, may_end = set[str](), False
+    functions = {s.defines: s for s in statements if s.defines}
+    for index, statement in enumerate(statements[at + 1 :], at + 1):
+        is_of_other = statement.asks not in (None, statements[at].launch)
+        is_line = not (statement.launch or statement.defines or statement.in_task)
+        if statement.lost or is_of_other or not is_line:
+            continue
+        if statement.reports_status(status):
+            if statement.name and not _asks_exit_code(statements, at, index):
+                return False  # the code is that of another command
+            status |= {*statement.sets, statement.name} - {""}
+            code = "\n".join(s.text for s in with_functions(statement, functions))
+            may_end |= bool(re.search(r"\bexit\b", code.replace(ENDED, "")))
+            continue
+        depends = statement.reports is False or statement.names & status
+        if depends or _asks_exit_code(statements, at, index):
+            return True
+        is_idle = statement.name or PRINTS.match(statement.text)
+        if may_end and not (is_idle or first_reason(DECIDED, statement.text, is_after=True)):
+            return True
+    return False
+
+
+def leaves_exit_code(
+    statements: Sequence[Statement], at: int, index: int, status: set[str], is_kept: bool
+) -> bool:
+    """Return whether a statement, of an `index`, asks how the launch (`at`) ended, and nothing is
+    left of it. Where the exit code `is_kept` (`keeps_exit_code`) it stays, right behind the launch
+    with `ENDED` in front of it. The variables `status` have the code."""
+    statement = statements[index]
+    if index < at or statement.asks not in (None, statements[at].launch):
+        return statement.asks is not None  # of another command, which stays with it
+    if is_kept and _asks_exit_code(statements, at, index):
+        code = _EXIT_CODE.sub("$?", re.sub(r"wait\b[^|&;\n]*", f"{ENDED} ", statement.text))
+        statement.text = code if code.startswith(ENDED) else f"{ENDED}\n{code}"
+        return False
+    is_own = bool(statement.reports is not None or statement.names & status)
+    return statement.reports_status(status) and not (is_kept and is_own)
 
 
 def with_functions(statement: Statement, functions: Mapping[str, Statement]) -> list[Statement]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,11 @@ def test_a_launcher_comes_before_plain_python(tmp_path: Path) -> None:
         ("python main.py --mode test", True),
         ("python train.py --eval_only", True),
         ("python -u evaluate.py", True),
+        ("python tools/meta.py finalize --run-dir x", True),
+        ("uv run python report.py", True),
+        ("python other.py finalize", True),
+        ("python train.py report", False),
+        ("python stage2.py", False),
         ("srun python train.py --eval_steps 100", False),
         ("python main.py --test-size 3", False),
         ("srun python train_eval.py", False),
@@ -77,6 +83,54 @@ def test_a_test_behind_the_training_is_left_to_a_finished_run(
     conversion = of_text(tmp_path, f"#SBATCH --nodes=1\nsrun python train.py\n{line}\n")
     assert (conversion.group(5)[0] == LOST) is not is_test
     assert ("once the training has finished" in str(conversion.notes)) is is_test
+
+
+@pytest.mark.parametrize(
+    ("lines", "ends"),
+    [
+        # What a line of clean-up prints after finished, failed, preempted.
+        ("RC=0\n{} || RC=$?\nif [ $RC != 0 ]; then exit 1; fi\nmail kept", "mail kept/"),
+        ("{}\nRC=$?\n[ $RC = 0 ] && mail ok || mail bad", "mail ok/mail bad"),
+        ("{}\nif [ $? -eq 0 ]; then mail ok; fi\nmail all", "mail ok;mail all/mail all"),
+        ("{} | tee a\nRC=${{PIPESTATUS[0]}}\nmail $RC", "mail 0/mail 1"),
+        ("{} &\nwait $!\nRC=$?\nmail $RC", "mail 0/mail 1"),
+        ("{} || exit 1\nmail kept", "mail kept/"),
+        ("die() {{ echo no; exit 1; }}\n{} || die\nmail kept", "mail kept/"),
+        ("{} && mail ok", "mail ok/"),
+        ("if {}; then\n  mail ok\nelse\n  echo a\nfi\nmail c", "mail ok;mail c/mail c"),
+        ("if ! {} | tee log; then mail bad; exit 1; fi\nmail c", "mail c/mail bad"),
+        ("if {}; then echo a; else exit 1; fi\nmail c", "mail c/"),
+        ("{} && echo a || mail bad\nmail kept", "mail kept/mail bad;mail kept"),
+        ("{} &\nP=$!\nwait $P || RC=$?\nmail $RC", "mail/mail 1"),
+        # The codes of other commands are theirs.
+        ("{}\nmail b || exit 1\nmail c", "mail b;mail c/mail b;mail c/mail b;mail c"),
+        ("{}\nsrun python eval.py || exit 1\nmail c", "mail c/mail c/mail c"),
+        ("{}\nsrun python eval.py && mail c", "mail c//"),
+        ("python prepare.py || exit 1\n{}\nmail c", "mail c/mail c/mail c"),
+        ("{} || {{ RC=$?; mail bad $RC; }}", "/mail bad 1"),
+    ],
+)
+def test_lines_behind_the_launch_have_its_exit_code_by_the_verdict(
+    tmp_path: Path, lines: str, ends: str
+) -> None:
+    settings = of_text(tmp_path, lines.format("srun python train.py")).settings()
+    mail = 'mail() { echo "mail $*"; }; srun() { :; }; python() { :; }'
+    code = "\n".join((mail, *settings.get("setup", ()), *settings["teardown"]))
+    printed = []
+    for verdict in ("finished", "failed", "preempted"):
+        bash = ["env", f"HPC_DDP_VERDICT={verdict}", "bash", "-c", code]
+        text = subprocess.run(bash, capture_output=True, text=True, check=False).stdout
+        printed.append(";".join(line.strip() for line in text.splitlines() if line[:5] == "mail "))
+    assert printed == [*ends.split("/"), ""][:3]
+
+
+@pytest.mark.parametrize(
+    "lines", ["{} || RC=$?\nexit $RC", "{}\nif [ $? -ne 0 ]; then exit 1; fi", "{} || exit 1"]
+)
+def test_an_exit_code_that_no_line_needs_is_left_out(tmp_path: Path, lines: str) -> None:
+    conversion = of_text(tmp_path, lines.format("python train.py"))
+    assert "teardown" not in conversion.settings()
+    assert LOST not in {conversion.group(line)[0] for line in conversion.marks}
 
 
 @pytest.mark.parametrize(
@@ -222,6 +276,13 @@ def test_branches_that_write_other_configurations_are_not_merged(tmp_path: Path)
         ('[[ -v SLURM_GPUS_ON_NODE && -n "$SLURM_GPUS_ON_NODE" ]]', ["--yes"]),
         ('[[ -z "$SLURM_JOB_ID" || -n "$SLURM_NTASKS" ]]', ["--no"]),
         ('[[ "a && b" == "a && b" ]]', ["${ARGUMENTS_1[@]}"]),
+        # Patterns.
+        ("[[ $SLURM_GPUS_PER_NODE == *:* ]]", ["--no"]),
+        ("[[ $SLURM_GPUS_PER_NODE != *:* ]]", ["--yes"]),
+        ('[[ "$SLURM_GPUS_PER_NODE" == *":"* ]]', ["--no"]),
+        ("[[ ${SLURM_GPUS_PER_NODE} =~ 2 ]]", ["--yes"]),
+        ('[[ $SLURM_GPUS_PER_NODE == "*" ]]', ["${ARGUMENTS_1[@]}"]),
+        ("[[ $PARTITION == gpu* ]]", ["${ARGUMENTS_1[@]}"]),
     ],
 )
 def test_variables_of_slurm_in_conditions(test: str, args: list[str]) -> None:

@@ -482,7 +482,6 @@ def test_a_line_stays_as_it_is(line: str) -> None:
         ("srun torchrun other.py < words.txt", "its standard input"),
         ("[ -d /data ] && srun torchrun other.py\ncp a b", "only the job knows chooses a launch"),
         ("prepare || srun torchrun other.py\ncp a b", "only the job knows chooses a launch"),
-        ("srun torchrun other.py || mail me", "how the launch ended"),
         ("echo yes | srun torchrun other.py", "its standard input"),
         ("srun torchrun --nnodes 1 other.py", "another number than the job's nodes"),
     ],
@@ -494,13 +493,12 @@ def test_what_would_change_the_launch_is_reported(line: str, reason: str) -> Non
     assert reason in conversion.group(3)[1]
 
 
-def test_what_asks_how_the_launch_ended_is_reported() -> None:
+def test_what_only_reports_how_the_launch_ended_is_hpc_ddps() -> None:
     lines = ("srun python train.py", "CODE=$?", "if [ $CODE -ne 0 ]; then echo bad; fi")
-    conversion = of_text("#SBATCH --nodes=2", *lines, "cp out.$CODE $HOME")
+    conversion = of_text("#SBATCH --nodes=2", *lines, "cp out $HOME")
     assert "how the launch ended" in conversion.group(4)[1]
     assert conversion.group(5)[0] == OURS
-    assert conversion.group(6) == (LOST, "it needs CODE, of line 4")
-    assert "teardown" not in conversion.settings()
+    assert conversion.settings()["teardown"] == ["cp out $HOME"]
 
 
 def test_a_launch_that_a_variable_of_the_shell_chooses_is_the_one_without_it() -> None:

@@ -192,6 +192,18 @@ def of_text(*lines: str) -> Conversion:
         (("#SBATCH --gpus-per-node=a100:4",
           "G=$(echo \"${SLURM_GPUS_PER_NODE:-8}\" | grep -oE '[0-9]+' || echo 8)",
           "torchrun --nproc_per_node=$G train.py"), {"nproc-per-node": None}),
+        (("#SBATCH --nodes=1 --gpus-per-node=rtx:2", "N=$SLURM_GPUS_PER_NODE",
+          "if [[ $N == *:* ]]; then N=$(echo $N | awk -F: '{print $NF}'); fi",
+          "torchrun --nproc_per_node=$N train.py"), {"nproc-per-node": None, "setup": None}),
+        (("#SBATCH --nodes=1 --gpus-per-node=rtx:2", "N=$SLURM_GPUS_PER_NODE",
+          'if [[ "$N" =~ ":" ]]; then N=${N##*:}; fi', f"{TRAIN} $N"), {"args": ["2"]}),
+        (("N=a1:2", "N=$(echo $N | grep -o '[0-9]*')", f"{TRAIN} $N"),
+         {"args": ["${ARGUMENTS_1[@]}"]}),
+        # Exported are the assignments between `set -a` and `set +a` alone.
+        (("set -a", "LR=1", "set +a", "SEED=2", TRAIN), {"env": {"LR": "1"}}),
+        (("set -o allexport; LR=1; set +o allexport", "SEED=2", TRAIN), {"env": {"LR": "1"}}),
+        (("set -a; LR=1; set +a", "LR=2", TRAIN), {"setup": ["set -a", "set +a", "export LR=2"]}),
+        (("set -- -a", "LR=1", TRAIN), {"env": None}),
         # One program with other arguments in each branch.
         (("#SBATCH --array=1-2", "case $SLURM_ARRAY_TASK_ID in", "1) python train.py a ;;",
           "2) python train.py 'b c' ;;", "esac"),
@@ -319,7 +331,7 @@ def test_reasons_are_true(lines: tuple[str, ...], line: int, group: str, reason:
         (("srun singularity exec /i.sif bash -c 'source /e/env.sh; python train.py'",),
          "the image's own python3 starts the workers"),
         ((f"{TRAIN} --rank $SLURM_PROCID",), "$SLURM_PROCID is the batch script's there"),
-        (("if [ -z \"$FP32\" ]; then export A=1; fi", TRAIN), "$FP32: taken as unset"),
+        (("if [ -z \"$FP32\" ]; then export A=1; fi", TRAIN), "$FP32: unset in this shell"),
     ],
 )  # fmt: skip
 def test_notes(lines: tuple[str, ...], note: str) -> None:
@@ -398,6 +410,7 @@ def test_a_key_beside_a_value_is_no_secret(comment: str, is_taken: bool) -> None
         (f"{TRAIN} '$HOME' \"$HOME\"", ["${ARGUMENTS_1[@]}", "$HOME"]),
         (f"{TRAIN} '^$B$' '$HOME'", ["^$B$", "$HOME"]),
         ("time (python train.py --lr 1) |& tee a", ["--lr", "1"]),
+        ("time { python train.py --lr 1; }", ["--lr", "1"]),
     ],
 )
 def test_arguments_are_those_of_the_program(line: str, args: list[str]) -> None:
@@ -443,8 +456,47 @@ def test_a_line_before_a_cd_runs_where_it_did(line: str, is_moved: bool) -> None
     assert ("cd /proj/p" in settings.get("setup", ())) is not is_moved
 
 
+@pytest.mark.parametrize(
+    ("line", "is_missing"),
+    [
+        ("echo N=$N", True),
+        (f"{TRAIN} n=$N", True),
+        (f'{TRAIN} "n=$N"', True),
+        ("python prep.py n=$N", True),
+        ("A=(n=$N x)", True),
+        ("N=1 M=2 bash -c 'echo $N'; echo $N", False),
+        ("for N in $(ls); do echo $N; done", False),
+        ("if [ -d a ]; then M=1 N=2; fi; echo $N", False),
+        ("srun bash -c 'export N=1; env; python train.py $N'", False),
+    ],
+)
+def test_an_argument_sets_no_variable(line: str, is_missing: bool) -> None:
+    notes = "; ".join(text for _, text in of_text("n=1", line, f"{TRAIN} ${{A[@]}}").notes)
+    assert ("$N: not set in this shell" in notes) is is_missing
+
+
 def test_a_line_with_a_default_asks_for_nothing() -> None:
     lines = "source e.sh", "B=${B:-4}", "echo $B", f"{TRAIN} --b $B --c $C"
     notes = "; ".join(text for _, text in of_text(*lines).notes)
     assert "$C: not set in this shell" in notes
     assert "$B" not in notes
+
+
+@pytest.mark.parametrize(
+    ("lines", "text"),
+    [
+        # Variables of awk, those that a line asks for, and those of the import itself.
+        (("ls | awk \"{print \\$NF}\" > f", TRAIN), "$NF"),
+        (('[ -n "${PORT:-}" ] && export P=$PORT', TRAIN), "$PORT: not set"),
+        (('MASTER_ADDR="$(scontrol show hostnames | head -n 1)"',
+          'srun bash -lc "torchrun --rdzv_endpoint=$MASTER_ADDR:29 train.py"'), "$VALUE_1"),
+        (("#SBATCH -N 2", "accelerate launch --deepspeed_hostfile h train.py"), "a launch on 1 of"),
+    ],
+)  # fmt: skip
+def test_no_note_is_false(lines: tuple[str, ...], text: str) -> None:
+    assert text not in str(of_text(*lines).notes)
+
+
+def test_a_task_ends_where_its_folder_is_missing() -> None:
+    settings = of_text("srun bash -c 'cd a && torchrun train.py'").settings()
+    assert settings["node-setup"] == ["cd a || exit"]

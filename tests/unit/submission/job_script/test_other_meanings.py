@@ -56,6 +56,28 @@ def test_the_name_of_a_shell_is_the_word_behind_its_text(line: str, args: list[s
     assert of_lines(line).settings()["args"] == args
 
 
+@pytest.mark.parametrize(
+    ("words", "args"),
+    [
+        ("$args", ["--lr", "1", "--n", "a b"]),
+        ("${args} --b", ["--lr", "1", "--n", "a b", "--b"]),
+        ("'$args'", ["$args"]),
+        ("$one", ["${ARGUMENTS_1[@]}"]),
+    ],
+)
+def test_an_array_of_zsh_is_all_of_its_elements(words: str, args: list[str]) -> None:
+    lines = "args=(--lr 1", '  --n "a b")', "# isn't it", f"srun python train.py {words}"
+    assert of_lines(*lines, first="#!/usr/bin/zsh").settings()["args"] == args
+
+
+@pytest.mark.parametrize("line", [". ~/.zshrc", "source ~/.zshrc", "setopt sh_word_split"])
+def test_a_line_of_zsh_is_named(line: str) -> None:
+    result = of_lines(line, "srun python train.py", first="#!/bin/zsh -l")
+    assert result.group(2)[0] == LOST
+    assert line not in str(result.settings())
+    assert of_lines(line, "srun python train.py").group(2)[0] == TAKEN  # bash reads it, too
+
+
 def test_lines_have_the_scripts_arrays_functions_and_name() -> None:
     """The clean-up lines run in a subshell of the batch script, the set-up lines in the script."""
     before = ("A=(a b)", 'f() { cp "${BASH_SOURCE%/*}/a" "${A[@]}"; }', 'cp "$BASH_SOURCE" c')

@@ -30,6 +30,32 @@ def losses(result: Conversion) -> str:
 
 
 @pytest.mark.parametrize(
+    "line",
+    [
+        "srun {}", 'srun bash -c "{}"', "{}", "sudo {}", "{} > a.log",
+        "srun bash -c 'echo a && {}'", 'srun podman exec C bash -c "{}"',
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("tool", ["podman run --rm I", "docker run -v /a:/b I", "mytool run"])
+def test_a_tool_that_runs_a_launcher_is_the_program(line: str, tool: str) -> None:
+    words = f"{tool} torchrun --nproc_per_node=2 a.py"
+    result = of_text("#SBATCH --nodes=1", line.format(words))
+    settings = result.settings()
+    assert settings["no-python"]
+    assert " ".join((settings["script"], *settings["args"])).endswith(words)
+    assert "a launcher of its own in each task" in str(result.notes)
+    assert losses(result) == ""
+
+
+@pytest.mark.parametrize(
+    "line", ["echo run torchrun a.py", "which run torchrun; ls", "run torchrun"]
+)
+def test_other_words_than_a_tools_are_no_program(line: str) -> None:
+    settings = of_text("#SBATCH --nodes=1", line, "python train.py").settings()
+    assert settings["script"] == "train.py"
+
+
+@pytest.mark.parametrize(
     ("lines", "settings", "reason"),
     [
         # Options of a container's tool.
