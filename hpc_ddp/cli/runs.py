@@ -50,11 +50,12 @@ def status(
 
 
 @click.command()
-@click.argument("run")
+@click.argument("run", required=False)
 @folder_option
 @json_option
-def explain(run: str, runs_dir: str | None, as_json: bool) -> None:
-    """Explain what became of RUN (a folder, id, name or job id), and what to do about it."""
+def explain(run: str | None, runs_dir: str | None, as_json: bool) -> None:
+    """Explain what became of RUN (a folder, id, name or job id; without one the newest run), and
+    what to do about it."""
     # A quarter of the time of `status` to import.
     from hpc_ddp.report.explain.explain import explain_run
     from hpc_ddp.report.explain.explanation import paragraph
@@ -67,7 +68,7 @@ def explain(run: str, runs_dir: str | None, as_json: bool) -> None:
 
 
 @click.command()
-@click.argument("run")
+@click.argument("run", required=False)
 @click.option("-f", "--follow", is_flag=True, help="Go on with new lines, until the run has ended.")
 @click.option("--rank", type=click.IntRange(0), help="One rank's log as it is (default: all).")
 @click.option("--attempt", type=click.IntRange(0), help="One attempt's (default: all).")
@@ -75,7 +76,7 @@ def explain(run: str, runs_dir: str | None, as_json: bool) -> None:
 @click.option("--raw", is_flag=True, help="Leave out no noise, and fold no equal lines.")
 @folder_option
 def logs(
-    run: str,
+    run: str | None,
     follow: bool,
     rank: int | None,
     attempt: int | None,
@@ -83,7 +84,8 @@ def logs(
     raw: bool,
     runs_dir: str | None,
 ) -> None:
-    """Print the output of RUN (a folder, id, name or job id), all ranks in order of time.
+    """Print the output of RUN (a folder, id, name or job id; without one the newest run), all ranks
+    in order of time.
 
     Each line has its node and rank before it, unless only rank 0 has printed anything. Equal lines
     of several ranks are shown once.

@@ -9,7 +9,7 @@ from string import Template
 
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.run_folder import RunFolder
-from hpc_ddp.core.run_index import find_run
+from hpc_ddp.core.run_index import all_runs, find_run
 from hpc_ddp.slurm import own_cluster
 from hpc_ddp.submission.settings.config import PROJECT_FILE, Settings, load
 from hpc_ddp.submission.settings.defaults import absolute
@@ -47,9 +47,9 @@ def runs_folder(option: str | None, is_strict: bool = False) -> Path:
     return runs_root(load(layer, Path.cwd(), home_folder(), is_strict))
 
 
-def run_of(text: str, option: str | None) -> RunFolder:
-    """Return the run that `text` names, as `find_run` has it: a path, a name, or a job's id. For a
-    path no settings are read.
+def run_of(text: str | None, option: str | None) -> RunFolder:
+    """Return the run that `text` names, as `find_run` has it: a path, a name, or a job's id; for
+    None the one that began last. For a path no settings are read.
 
     `option` is the value of ``--runs-dir``, or None. For a job's id Slurm may be asked for this
     cluster's name. Settings that can't be used are warnings on stderr.
@@ -57,11 +57,15 @@ def run_of(text: str, option: str | None) -> RunFolder:
     Raises
     ------
     UsageError
-        there is no such run, or it is not clear which cluster's job an id means; further where
-        `runs_folder` raises it
+        there is no such run, or no run at all, or it is not clear which cluster's job an id means;
+        further where `runs_folder` raises it
     OSError
         `text` is too long for a path, or a run's folder or journal can't be read
     """
+    if text is None:
+        if runs := all_runs(root := runs_folder(option)):
+            return runs[0]
+        raise UsageError(f"there are no runs in {root}", hint="name one, or --runs-dir DIR")
     is_path = bool(text) and "\0" not in text and (Path(text) / "job.json").is_file()
     return find_run(Path() if is_path else runs_folder(option), text, own_cluster)
 

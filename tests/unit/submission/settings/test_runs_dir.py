@@ -76,6 +76,16 @@ def test_a_path_of_a_run_needs_no_settings(
         run_of("1", None)
 
 
+def test_without_a_text_the_newest_run_is_meant(tmp_path: Path) -> None:
+    root = str(tmp_path / "runs")
+    with pytest.raises(UsageError, match="there are no runs in"):
+        run_of(None, root)
+    for name in ("20260101-000000-aaaa", "20260102-000000-aaaa"):
+        run = RunFolder(tmp_path / "runs" / "train" / name).make()
+        run.job_json.write_text("{}")
+    assert run_of(None, root) == run
+
+
 def test_a_folder_above_is_named_without_dots(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
