@@ -22,7 +22,7 @@ from hpc_ddp.submission.job_script.conversion import (
     TextAt,
 )
 from hpc_ddp.submission.job_script.launchers.launch import Launch
-from hpc_ddp.submission.job_script.launchers.options import FLAGS, is_of_pyxis, option_name
+from hpc_ddp.submission.job_script.launchers.option_names import FLAGS, is_of_pyxis, option_name
 from hpc_ddp.submission.job_script.secrets import looks_secret
 from hpc_ddp.submission.settings.config import OPTIONS
 

@@ -22,8 +22,8 @@ from hpc_ddp.submission.job_script.conversion import (
 from hpc_ddp.submission.job_script.directives import Directives
 from hpc_ddp.submission.job_script.launchers.accelerate import take_defaults, take_yaml
 from hpc_ddp.submission.job_script.launchers.launch import Launch
-from hpc_ddp.submission.job_script.launchers.options import is_of_pyxis
-from hpc_ddp.submission.job_script.launchers.workers import OF_OLD_LAUNCHERS
+from hpc_ddp.submission.job_script.launchers.option_names import is_of_pyxis
+from hpc_ddp.submission.job_script.launchers.torchrun import OF_OLD_LAUNCHERS
 from hpc_ddp.submission.job_script.sizes import (
     OF_A_TASK,
     note_devices,

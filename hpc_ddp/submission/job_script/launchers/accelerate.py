@@ -13,8 +13,8 @@ from hpc_ddp.submission.job_script.bash.words import Word, literal
 from hpc_ddp.submission.job_script.bash.written_texts import path_of
 from hpc_ddp.submission.job_script.conversion import LOST, OURS, ArgumentWriter
 from hpc_ddp.submission.job_script.launchers.launch import Launch
-from hpc_ddp.submission.job_script.launchers.options import Options
-from hpc_ddp.submission.job_script.launchers.workers import (
+from hpc_ddp.submission.job_script.launchers.option_names import Options
+from hpc_ddp.submission.job_script.launchers.torchrun import (
     take_program_of_workers,
     take_python_beside,
 )

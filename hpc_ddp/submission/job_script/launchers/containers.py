@@ -11,7 +11,7 @@ from hpc_ddp.submission.job_script.bash.scope import Scope
 from hpc_ddp.submission.job_script.bash.words import Word, join_words, literal
 from hpc_ddp.submission.job_script.conversion import LOST
 from hpc_ddp.submission.job_script.launchers.launch import Launch
-from hpc_ddp.submission.job_script.launchers.options import Options, is_launcher
+from hpc_ddp.submission.job_script.launchers.option_names import Options, is_launcher
 from hpc_ddp.submission.job_script.launchers.unknown_words import (
     Kind,
     kind_before_command,

@@ -15,7 +15,7 @@ from hpc_ddp.submission.job_script.bash.counts import (
 from hpc_ddp.submission.job_script.bash.scope import Scope
 from hpc_ddp.submission.job_script.bash.words import Word, join_words, literal, split_at
 from hpc_ddp.submission.job_script.conversion import LOST, NO_COMPONENTS, OURS
-from hpc_ddp.submission.job_script.launchers.options import Options, option_name
+from hpc_ddp.submission.job_script.launchers.option_names import Options, option_name
 
 
 @dataclass

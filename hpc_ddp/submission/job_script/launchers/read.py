@@ -12,7 +12,7 @@ from hpc_ddp.submission.job_script.conversion import LOST, OURS
 from hpc_ddp.submission.job_script.launchers.accelerate import read_accelerate
 from hpc_ddp.submission.job_script.launchers.containers import read_container, read_wrapper
 from hpc_ddp.submission.job_script.launchers.launch import Launch
-from hpc_ddp.submission.job_script.launchers.options import (
+from hpc_ddp.submission.job_script.launchers.option_names import (
     IMAGES,
     MANAGERS,
     MPIRUNS,
@@ -30,7 +30,7 @@ from hpc_ddp.submission.job_script.launchers.tasks import (
     read_srun,
     take_command,
 )
-from hpc_ddp.submission.job_script.launchers.workers import read_torchrun
+from hpc_ddp.submission.job_script.launchers.torchrun import read_torchrun
 
 # Modules that train nothing.
 _NO_MODULE = re.compile(

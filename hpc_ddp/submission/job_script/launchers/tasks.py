@@ -15,7 +15,12 @@ from hpc_ddp.submission.job_script.bash.values import Counted
 from hpc_ddp.submission.job_script.bash.words import Part, Word, join_words, literal
 from hpc_ddp.submission.job_script.conversion import LOST, NO_COMPONENTS, OURS
 from hpc_ddp.submission.job_script.launchers.launch import Launch
-from hpc_ddp.submission.job_script.launchers.options import FLAGS, Options, is_launcher, option_name
+from hpc_ddp.submission.job_script.launchers.option_names import (
+    FLAGS,
+    Options,
+    is_launcher,
+    option_name,
+)
 from hpc_ddp.submission.job_script.launchers.unknown_words import (
     Kind,
     kind_before_command,

@@ -10,7 +10,7 @@ from hpc_ddp.submission.job_script.bash.scope import Scope
 from hpc_ddp.submission.job_script.bash.words import Word
 from hpc_ddp.submission.job_script.conversion import LOST
 from hpc_ddp.submission.job_script.launchers.launch import Launch
-from hpc_ddp.submission.job_script.launchers.options import Options, is_launcher
+from hpc_ddp.submission.job_script.launchers.option_names import Options, is_launcher
 
 _ARRAY = re.compile(r"\$\{\w+\[[@*]\](:0)?\}")
 _ALTERNATIVE = re.compile(r"\$\{\w+:?\+(.*)\}", re.S)  # ${NAME:+--option}

@@ -26,7 +26,7 @@ from hpc_ddp.submission.job_script.conversion import (
     first_reason,
 )
 from hpc_ddp.submission.job_script.launchers.launch import Launch
-from hpc_ddp.submission.job_script.launchers.options import is_launcher
+from hpc_ddp.submission.job_script.launchers.option_names import is_launcher
 from hpc_ddp.submission.job_script.launchers.tasks import only_ends_run
 from hpc_ddp.submission.job_script.secrets import is_secret, looks_secret
 from hpc_ddp.submission.job_script.statements.reader import Reader

@@ -25,7 +25,7 @@ from hpc_ddp.submission.job_script.conversion import (
     needs_folder,
 )
 from hpc_ddp.submission.job_script.launchers.launch import Launch
-from hpc_ddp.submission.job_script.launchers.options import is_option_of_step
+from hpc_ddp.submission.job_script.launchers.option_names import is_option_of_step
 from hpc_ddp.submission.job_script.secrets import MARK, is_secret
 from hpc_ddp.submission.job_script.statements.loaded_texts import names_of_files, sentences_on
 from hpc_ddp.submission.job_script.statements.reader import Reader

@@ -14,7 +14,7 @@ from hpc_ddp.submission.job_script.bash.scope import Scope
 from hpc_ddp.submission.job_script.bash.words import Part, Word, literal
 from hpc_ddp.submission.job_script.conversion import LOST
 from hpc_ddp.submission.job_script.launchers.launch import Launch
-from hpc_ddp.submission.job_script.launchers.options import LAUNCHERS, Options
+from hpc_ddp.submission.job_script.launchers.option_names import LAUNCHERS, Options
 from hpc_ddp.submission.job_script.launchers.unknown_words import (
     Kind,
     kind_before_program,
