@@ -106,6 +106,7 @@ def test_a_script_that_changes_a_variable_unseen_starts_again_by_exec(tmp_path: 
         "print('torch' in sys.modules, os.environ.get('HF_HOME'))\n"
         "env = os.environ\n"
         "env.update(HF_HOME='1', OMP_NUM_THREADS='2')\n"
+        "from torch.nn import Linear\n"
         "import torch\n"
         "print(torch.get_num_threads(), sys.argv[1:], os.environ['HF_HOME'])\n"
     )

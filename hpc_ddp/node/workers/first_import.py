@@ -6,66 +6,77 @@ they have really changed: by a function, say, that the reader takes for a harmle
 
 from __future__ import annotations
 
+import atexit
 import importlib.abc
 import os
 import re
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
 from hpc_ddp.node.workers.script_changes import READ_LATE
 
-TORCH = "torch"
-# Variables that packages set at their import (joblib, scikit-learn, OpenCV, MLflow), and on which
-# torch's does not depend.
+HIDDEN = re.compile(r"(torch|hpc_ddp\.training)(\.|$)")
+# Variables that packages set at their import (joblib, scikit-learn, OpenCV, MLflow, Lightning), and
+# on which torch's does not depend.
 SET_BY_PACKAGES = re.compile(
     r"KMP_(DUPLICATE_LIB_OK|INIT_AT_FORK)|LD_LIBRARY_PATH|_(MLFLOW|RJEM)_\w+"
+    r"|PYTORCH_NVML_BASED_CUDA_CHECK"
 )
 MISSING: set[str] = set()  # names of modules that imports have looked for in vain
 
 
 class FirstImport(importlib.abc.Loader):
-    """A finder and loader of torch alone, which is hidden from ``sys.modules`` up to its first
-    import. It then puts the module back; where the environment, the working directory, the CPUs or
-    ``sys.path`` are not those of the script's start, or where one of the `MISSING` modules is there
-    now, the process becomes `command` anew, by exec, as it was at its start."""
+    """A finder and loader of torch and of what uses it, which are hidden from ``sys.modules`` up to
+    the first import of one of them. It then puts all of them back; where the environment, the
+    working directory, the CPUs or ``sys.path`` are not those of the script's start, or where one of
+    the `MISSING` modules is there now, the process becomes `command` anew, by exec, as it was at
+    its start."""
 
     def __init__(self, command: Sequence[str]) -> None:
         """Hide torch, in the process that is about to run the script of `command` (python, its
         options, the script and its arguments)."""
-        self.command = list(command)
-        self.torch: ModuleType = sys.modules.pop(TORCH)
-        self.spec = self.torch.__spec__
-        self.process = os.getpid()
+        self.command, self.process = list(command), os.getpid()
+        self.hidden = {name: sys.modules.pop(name) for name in filter(HIDDEN.match, [*sys.modules])}
+        self.specs = {name: module.__spec__ for name, module in self.hidden.items()}
         self.folder, self.environ = os.getcwd(), dict(os.environ)
         self.path, self.cpus = list(sys.path), os.sched_getaffinity(0)
+        self.asked = ""  # the first hidden module that is imported
         self.finder: Any = self
         sys.meta_path.insert(0, self.finder)
+        # Called before the functions that torch has registered, which may import parts of it.
+        atexit.register(self.put_back)
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        """Return how torch is loaded; None for any other module."""
-        if name != TORCH or self.spec is None:
+        """Return how a hidden module is loaded; None for any other module."""
+        if not (original := self.specs.get(name)):
             return None
-        spec = ModuleSpec(name, self, origin=self.spec.origin)
-        spec.submodule_search_locations = self.spec.submodule_search_locations
-        spec.has_location = True
+        spec = ModuleSpec(name, self, origin=original.origin)
+        spec.submodule_search_locations = original.submodule_search_locations
+        spec.has_location = original.has_location
         return spec
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """Return torch, where nothing has changed that its import depends on. A process that the
-        script has forked gets it in any case."""
-        with suppress(ValueError):  # the script has put other finders in place of these
-            sys.meta_path.remove(self.finder)
+        """Return a hidden module, where nothing has changed that torch's import depends on. A
+        process that the script has forked gets it in any case."""
+        self.put_back()
         if os.getpid() == self.process and (change := self._find_change()):
             self._start_again(change)
-        return self.torch
+        self.asked = spec.name
+        return self.hidden[spec.name]
 
     def exec_module(self, module: ModuleType) -> None:
         """Leave the module as its real import has made it."""
-        module.__spec__ = self.spec
+        module.__spec__ = self.specs[self.asked]
+
+    def put_back(self) -> None:
+        """Put the hidden modules back, once."""
+        if self.finder in sys.meta_path:
+            sys.meta_path.remove(self.finder)
+            sys.modules.update(self.hidden)
+            atexit.unregister(self.put_back)
 
     def _find_change(self) -> str:
         """Return, in words, what has changed since the start of the script; '' if nothing has."""
@@ -79,7 +90,7 @@ class FirstImport(importlib.abc.Loader):
             return "sys.path"
         if os.sched_getaffinity(0) != self.cpus:
             return "the number of CPUs"
-        tops = sorted({name for name in MISSING if "." not in name} - {*sys.modules, TORCH})
+        tops = sorted({name for name in MISSING if "." not in name} - {*sys.modules})
         return next((f"the module {top}" for top in tops if PathFinder.find_spec(top)), "")
 
     def _start_again(self, change: str) -> None:

@@ -61,6 +61,31 @@ def test_torch_is_hidden_up_to_its_import(torch: ModuleType) -> None:
     assert not any(isinstance(finder, FirstImport) for finder in sys.meta_path)
 
 
+def test_a_part_of_torch_brings_back_all_of_it(
+    monkeypatch: pytest.MonkeyPatch, torch: ModuleType
+) -> None:
+    """Python would take it from ``sys.modules``, and not look for torch before it."""
+    part, ours = ModuleType("torch.part"), ModuleType("hpc_ddp.training")
+    monkeypatch.setitem(sys.modules, "torch.part", part)
+    monkeypatch.setitem(sys.modules, "hpc_ddp.training", ours)
+    torch.__path__ = []
+    FirstImport(COMMAND)
+    assert not {"torch", "torch.part", "hpc_ddp.training"} & {*sys.modules}
+    assert importlib.import_module("torch.part") is part
+    assert sys.modules["torch"] is torch
+    assert sys.modules["hpc_ddp.training"] is ours
+
+
+def test_functions_of_the_exit_get_torch_in_any_case(
+    starts: list[tuple[list[str], dict[str, str]]], torch: ModuleType
+) -> None:
+    finder = FirstImport(COMMAND)
+    os.chdir("/")
+    finder.put_back()
+    assert importlib.import_module("torch") is torch
+    assert not starts
+
+
 def _set_variable(folder: Path) -> None:
     os.environ["HF_HOME"] = "a"
 
