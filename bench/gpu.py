@@ -115,7 +115,7 @@ def measure(model_name: str, way: str, small: bool) -> dict[str, Any]:
 
     from hpc_ddp.training import devices, start
     from hpc_ddp.training.stops.consensus import Decision
-    from hpc_ddp.training.telemetry.profiling import peak_flops
+    from hpc_ddp.training.telemetry.peak_flops import peak_flops
 
     precision, compiled = WAYS[way]
     run = start(precision=precision, save_every=None, progress=False, hang_after=None)

@@ -19,7 +19,7 @@ from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.file_io import write_whole
 from hpc_ddp.submission.job_script.conversion import LOST, Conversion
 from hpc_ddp.submission.job_script.convert import convert
-from hpc_ddp.submission.job_script.project_file import (
+from hpc_ddp.submission.job_script.output import (
     subtract_site,
     table,
     to_comment,

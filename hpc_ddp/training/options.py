@@ -66,7 +66,7 @@ class Options:
         FLOPs of forward and backward for one sample; gives ``mfu``, the used share of the GPUs'
         peak
     peak_flops
-        FLOP/s of one GPU, where `hpc_ddp.training.telemetry.profiling` does not know its peak; rank
+        FLOP/s of one GPU, where `training.telemetry.peak_flops` does not know its peak; rank
         0 prints a message then. For fp32 on GPUs with TF32 it is known if
         ``torch.set_float32_matmul_precision("high")`` was called before `start`
     tp

@@ -28,7 +28,8 @@ from hpc_ddp.training.process.hang_watchdog import beat
 from hpc_ddp.training.process.member import Member
 from hpc_ddp.training.stops.signals import NONE, REASONS
 from hpc_ddp.training.telemetry.metrics import make_step_listener
-from hpc_ddp.training.telemetry.profiling import Profiler, peak_share_per_sample
+from hpc_ddp.training.telemetry.peak_flops import peak_share_per_sample
+from hpc_ddp.training.telemetry.profiling import Profiler
 from hpc_ddp.training.telemetry.sinks import ProgressLines, TensorBoardSink
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from hpc_ddp.core.file_io import read_text
 from hpc_ddp.core.job.variables import is_of_hpc_ddp
 from hpc_ddp.submission.job_script import program, secrets
 from hpc_ddp.submission.job_script.bash.quotes import split_quoted
-from hpc_ddp.submission.job_script.bash.scope import Scope
 from hpc_ddp.submission.job_script.bash.values import Counted, Value
+from hpc_ddp.submission.job_script.bash.variables import Scope
 from hpc_ddp.submission.job_script.bash.words import literal
 from hpc_ddp.submission.job_script.conversion import ENDED, FINALLY, PRINTS, Conversion
 from hpc_ddp.submission.job_script.directives import (

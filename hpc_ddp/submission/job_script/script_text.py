@@ -10,7 +10,7 @@ from pathlib import Path
 from hpc_ddp.submission.job_script.bash.comments import join_cut_lines, lines_of_cuts
 from hpc_ddp.submission.job_script.conversion import LOST, Conversion
 from hpc_ddp.submission.job_script.launchers.tasks import LOGIN
-from hpc_ddp.submission.job_script.project_file import is_code
+from hpc_ddp.submission.job_script.output import is_code
 
 # The program of a script's first line, and those that do not read it as bash does.
 _INTERPRETER = re.compile(r"#!\s*(?:\S*/env\s+(?:-\S+\s+)*)?(?:\S*/)?([A-Za-z][\w.+-]*)")

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 
 from hpc_ddp.submission.job_script.bash import blocks, syntax
 from hpc_ddp.submission.job_script.bash.quotes import without_quoted_texts
-from hpc_ddp.submission.job_script.bash.scope import Scope
 from hpc_ddp.submission.job_script.bash.syntax import Node, source
 from hpc_ddp.submission.job_script.bash.values import doubts_in
+from hpc_ddp.submission.job_script.bash.variables import Scope
 from hpc_ddp.submission.job_script.bash.words import Doubt, Word
 from hpc_ddp.submission.job_script.conversion import LOST, OURS, Mark
 from hpc_ddp.submission.job_script.directives import Directives, read_directives, read_options

@@ -8,7 +8,6 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator
 
 from hpc_ddp.submission.job_script.bash.counts import whole_number
-from hpc_ddp.submission.job_script.bash.scope import Scope
 from hpc_ddp.submission.job_script.bash.syntax import (
     Node,
     commands_of,
@@ -16,6 +15,7 @@ from hpc_ddp.submission.job_script.bash.syntax import (
     source,
     uses_arguments,
 )
+from hpc_ddp.submission.job_script.bash.variables import Scope
 from hpc_ddp.submission.job_script.bash.words import Word, literal
 
 Branch = tuple[list[Node], list[Node]]  # the commands of its condition, and its lines

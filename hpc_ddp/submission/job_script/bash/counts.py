@@ -12,7 +12,7 @@ from hpc_ddp.submission.job_script.bash.values import Value, doubts_in
 from hpc_ddp.submission.job_script.bash.words import Word, literal
 
 if TYPE_CHECKING:
-    from hpc_ddp.submission.job_script.bash.scope import Scope
+    from hpc_ddp.submission.job_script.bash.variables import Scope
 
 # Commands by which scripts count the job's nodes, the GPUs of their node, and those of a list.
 _NODES = r"(\$\(|`)\s*scontrol\s+show\s+hostnames?(\s+\"?\$\{?SLURM_(JOB_)?NODELIST\}?\"?)?\s*"

@@ -11,7 +11,6 @@ from dataclasses import replace
 
 from hpc_ddp.submission.job_script.bash.counts import whole_number
 from hpc_ddp.submission.job_script.bash.here_documents import as_quoted
-from hpc_ddp.submission.job_script.bash.scope import Scope
 from hpc_ddp.submission.job_script.bash.syntax import (
     Node,
     all_below,
@@ -20,6 +19,7 @@ from hpc_ddp.submission.job_script.bash.syntax import (
     source,
 )
 from hpc_ddp.submission.job_script.bash.values import text_of
+from hpc_ddp.submission.job_script.bash.variables import Scope
 from hpc_ddp.submission.job_script.bash.words import Part, Word, literal
 
 # Commands that do not change the files that they name.

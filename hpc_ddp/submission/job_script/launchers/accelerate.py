@@ -8,7 +8,7 @@ from typing import Any
 
 from hpc_ddp.core.file_io import read_text
 from hpc_ddp.submission.job_script.bash.counts import whole_number
-from hpc_ddp.submission.job_script.bash.scope import Scope
+from hpc_ddp.submission.job_script.bash.variables import Scope
 from hpc_ddp.submission.job_script.bash.words import Word, literal
 from hpc_ddp.submission.job_script.bash.written_texts import path_of
 from hpc_ddp.submission.job_script.conversion import LOST, OURS, ArgumentWriter

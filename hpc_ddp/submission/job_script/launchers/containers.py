@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 
-from hpc_ddp.submission.job_script.bash.scope import Scope
+from hpc_ddp.submission.job_script.bash.variables import Scope
 from hpc_ddp.submission.job_script.bash.words import Word, join_words, literal
 from hpc_ddp.submission.job_script.conversion import LOST
 from hpc_ddp.submission.job_script.launchers.launch import Launch

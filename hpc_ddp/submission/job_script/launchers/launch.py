@@ -12,7 +12,7 @@ from hpc_ddp.submission.job_script.bash.counts import (
     tasks_per_node,
     whole_number,
 )
-from hpc_ddp.submission.job_script.bash.scope import Scope
+from hpc_ddp.submission.job_script.bash.variables import Scope
 from hpc_ddp.submission.job_script.bash.words import Word, join_words, literal, split_at
 from hpc_ddp.submission.job_script.conversion import LOST, NO_COMPONENTS, OURS
 from hpc_ddp.submission.job_script.launchers.option_names import Options, option_name

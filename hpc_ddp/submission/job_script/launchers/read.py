@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 
-from hpc_ddp.submission.job_script.bash.scope import Scope
 from hpc_ddp.submission.job_script.bash.values import Counted
+from hpc_ddp.submission.job_script.bash.variables import Scope
 from hpc_ddp.submission.job_script.bash.words import Word, literal
 from hpc_ddp.submission.job_script.conversion import LOST, OURS
 from hpc_ddp.submission.job_script.launchers.accelerate import read_accelerate

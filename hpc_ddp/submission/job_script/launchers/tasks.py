@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from hpc_ddp.core.job.slurm_options import NODE_BY_NODE, SHORT_OPTIONS, SRUN
-from hpc_ddp.submission.job_script.bash.scope import Scope
 from hpc_ddp.submission.job_script.bash.values import Counted
+from hpc_ddp.submission.job_script.bash.variables import Scope
 from hpc_ddp.submission.job_script.bash.words import Part, Word, join_words, literal
 from hpc_ddp.submission.job_script.conversion import LOST, NO_COMPONENTS, OURS
 from hpc_ddp.submission.job_script.launchers.launch import Launch

@@ -10,7 +10,7 @@ import re
 
 from hpc_ddp.core.job.checks import TORCHRUN_SETTLED
 from hpc_ddp.submission.job_script.bash.counts import whole_number
-from hpc_ddp.submission.job_script.bash.scope import Scope
+from hpc_ddp.submission.job_script.bash.variables import Scope
 from hpc_ddp.submission.job_script.bash.words import Part, Word, literal
 from hpc_ddp.submission.job_script.conversion import LOST
 from hpc_ddp.submission.job_script.launchers.launch import Launch

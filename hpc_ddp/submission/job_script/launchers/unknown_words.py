@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from enum import Enum
 
-from hpc_ddp.submission.job_script.bash.scope import Scope
+from hpc_ddp.submission.job_script.bash.variables import Scope
 from hpc_ddp.submission.job_script.bash.words import Word
 from hpc_ddp.submission.job_script.conversion import LOST
 from hpc_ddp.submission.job_script.launchers.launch import Launch

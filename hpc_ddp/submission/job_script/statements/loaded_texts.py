@@ -15,7 +15,6 @@ from hpc_ddp.submission.job_script.bash.blocks import (
     may_set_unknown_names,
     names_set_in,
 )
-from hpc_ddp.submission.job_script.bash.scope import Scope
 from hpc_ddp.submission.job_script.bash.syntax import (
     Node,
     all_below,
@@ -26,6 +25,7 @@ from hpc_ddp.submission.job_script.bash.syntax import (
     source,
 )
 from hpc_ddp.submission.job_script.bash.values import doubts_in, text_of
+from hpc_ddp.submission.job_script.bash.variables import Scope
 from hpc_ddp.submission.job_script.bash.words import Doubt, Word
 from hpc_ddp.submission.job_script.launchers.launch import Launch
 from hpc_ddp.submission.job_script.statements.statement import Place, Statement

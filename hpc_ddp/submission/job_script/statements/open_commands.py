@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 from hpc_ddp.submission.job_script.bash import blocks, syntax
-from hpc_ddp.submission.job_script.bash.scope import TAILS, Scope
+from hpc_ddp.submission.job_script.bash.variables import TAILS, Scope
 from hpc_ddp.submission.job_script.bash.words import Word, literal, split_text
 from hpc_ddp.submission.job_script.conversion import PRINTS
 from hpc_ddp.submission.job_script.launchers.launch import Launch

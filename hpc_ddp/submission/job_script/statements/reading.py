@@ -14,8 +14,8 @@ from hpc_ddp.core.job.variables import is_of_hpc_ddp
 from hpc_ddp.submission.job_script.bash import syntax
 from hpc_ddp.submission.job_script.bash.blocks import end_job, names_set_in
 from hpc_ddp.submission.job_script.bash.counts import whole_number
-from hpc_ddp.submission.job_script.bash.scope import Scope
 from hpc_ddp.submission.job_script.bash.syntax import Node, source
+from hpc_ddp.submission.job_script.bash.variables import Scope
 from hpc_ddp.submission.job_script.bash.words import Part, Word, literal
 from hpc_ddp.submission.job_script.bash.written_texts import write_texts
 from hpc_ddp.submission.job_script.conversion import BLANK_VALUE, LOST, TAKEN, Mark

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from hpc_ddp.core.job.variables import is_of_hpc_ddp, is_of_worker
 from hpc_ddp.submission.job_script.bash.quotes import without_quoted_texts
-from hpc_ddp.submission.job_script.bash.scope import OF_A_JOB
 from hpc_ddp.submission.job_script.bash.values import doubts_in, is_command, is_known
+from hpc_ddp.submission.job_script.bash.variables import OF_A_JOB
 from hpc_ddp.submission.job_script.bash.words import Word
 from hpc_ddp.submission.job_script.conversion import (
     DECIDED,

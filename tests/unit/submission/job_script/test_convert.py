@@ -11,7 +11,7 @@ import pytest
 from hpc_ddp.submission.job_script.conversion import LOST, OURS, TAKEN, Conversion
 from hpc_ddp.submission.job_script.convert import convert
 from hpc_ddp.submission.job_script.launchers.tasks import LOGIN
-from hpc_ddp.submission.job_script.project_file import is_code, subtract_site, table, to_toml
+from hpc_ddp.submission.job_script.output import is_code, subtract_site, table, to_toml
 
 SAMPLES = Path(__file__).parent / "samples"
 NAMES = sorted(path.stem for path in SAMPLES.glob("*.sbatch"))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hpc_ddp.submission.job_script.bash.counts import fill_parts_in
-from hpc_ddp.submission.job_script.bash.scope import Scope
+from hpc_ddp.submission.job_script.bash.variables import Scope
 from hpc_ddp.submission.job_script.bash.words import literal
 from hpc_ddp.submission.job_script.convert import convert
 from hpc_ddp.submission.job_script.statements.reader import Reader

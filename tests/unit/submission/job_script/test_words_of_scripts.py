@@ -14,7 +14,7 @@ from hpc_ddp.submission.job_script.bash.quotes import without_quoted_texts
 from hpc_ddp.submission.job_script.conversion import ATTEMPTED, LOST, OURS, TAKEN, Conversion
 from hpc_ddp.submission.job_script.convert import convert
 from hpc_ddp.submission.job_script.launchers.tasks import LOGIN
-from hpc_ddp.submission.job_script.project_file import to_comment, to_toml
+from hpc_ddp.submission.job_script.output import to_comment, to_toml
 from hpc_ddp.submission.job_script.secrets import is_secret, looks_secret
 
 if sys.version_info >= (3, 11):

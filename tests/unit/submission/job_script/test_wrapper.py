@@ -8,7 +8,7 @@ import pytest
 
 from hpc_ddp.submission.job_script.conversion import LOST, OURS, Conversion
 from hpc_ddp.submission.job_script.convert import convert
-from hpc_ddp.submission.job_script.project_file import is_code
+from hpc_ddp.submission.job_script.output import is_code
 
 JOB = """\
 #!/bin/bash

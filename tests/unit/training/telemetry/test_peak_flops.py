@@ -13,7 +13,7 @@ from hpc_ddp.training import devices
 from hpc_ddp.training.data.order import Position
 from hpc_ddp.training.devices import CPU
 from hpc_ddp.training.telemetry.metrics import Metrics
-from hpc_ddp.training.telemetry.profiling import peak_flops, peak_share_per_sample
+from hpc_ddp.training.telemetry.peak_flops import peak_flops, peak_share_per_sample
 from tests.waiting import LIMIT_S
 from unit.training.fakes import checked_options
 
