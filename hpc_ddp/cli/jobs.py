@@ -360,7 +360,7 @@ def _train_and_exit(settings: config.Settings, as_json: bool) -> NoReturn:
     Raise UsageError for a refused setting, HpcDdpError where the training can't be started or tried
     no feature, and OSError where a file can't be written or read.
     """
-    prepared = launch_preflight.write_first_contact(settings, Path.cwd(), runs_root(settings))
+    prepared = launch_preflight.write_trial_job(settings, Path.cwd(), runs_root(settings))
     say(f"run: {prepared.run.path}; this takes a minute or two")
     forward = SignalForwarder().install()
     code = forward.wait(backends.start(prepared, subprocess.DEVNULL))

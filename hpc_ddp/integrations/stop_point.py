@@ -32,7 +32,7 @@ from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.journal.events import Finished, Stopped, TrainingBegun
 from hpc_ddp.training import devices
 from hpc_ddp.training.checkpoint.library import LibraryCheckpoints
-from hpc_ddp.training.checkpoint.schedule import Retention
+from hpc_ddp.training.checkpoint.storage.retention import Retention
 from hpc_ddp.training.models.ddp import BucketOrders
 from hpc_ddp.training.models.dtensor import gather_whole
 from hpc_ddp.training.options import Options

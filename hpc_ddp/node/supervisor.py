@@ -50,10 +50,10 @@ from hpc_ddp.node.net.place import Place
 from hpc_ddp.node.outcome import first_failure, oom
 from hpc_ddp.node.watch import checkpoint_note
 from hpc_ddp.node.watch.agent_watch import AgentWatch
-from hpc_ddp.node.watch.attempt_watch import AttemptWatch
 from hpc_ddp.node.watch.head_failover import take_over_verdict, watch_head
 from hpc_ddp.node.watch.local_notice import LocalNotice
 from hpc_ddp.node.watch.log_offsets import Growth
+from hpc_ddp.node.watch.look_times import AttemptWatch
 from hpc_ddp.node.watch.received_signals import Signals
 from hpc_ddp.node.workers.staging.removal import leave_tree
 

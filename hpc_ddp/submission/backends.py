@@ -32,7 +32,7 @@ from hpc_ddp.core.run_index import link_job
 from hpc_ddp.submission.plan import Plan, PreparedRun
 from hpc_ddp.submission.run_files.earlier import remove_note
 from hpc_ddp.submission.run_files.start_claim import release_start
-from hpc_ddp.submission.script import template
+from hpc_ddp.submission.script import template_sandbox
 from hpc_ddp.submission.script.render import (
     job_env,
     names_filled_by_workers,
@@ -273,7 +273,7 @@ class SubmititBackend(SlurmBackend):
                 " job's id",
                 hint="--runs-dir, without it; or --backend slurm",
             )
-        template.check_used(spec.template, (*SET_UP, "unfit", *TEAR_DOWN))
+        template_sandbox.check_used(spec.template, (*SET_UP, "unfit", *TEAR_DOWN))
         lib, python = shlex.quote(str(run.lib)), shlex.quote(installed_python())
         try:
             executor = submitit.SlurmExecutor(

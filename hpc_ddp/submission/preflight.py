@@ -65,7 +65,7 @@ def run_checks(settings: Settings, cwd: Path, root: Path) -> PreflightEnded:
     return event
 
 
-def write_first_contact(settings: Settings, cwd: Path, root: Path) -> PreparedRun:
+def write_trial_job(settings: Settings, cwd: Path, root: Path) -> PreparedRun:
     """Write a run whose training tries each feature once, and return it, ready to start. It uses
     all nodes of this allocation, or outside of an allocation this machine.
 
@@ -92,7 +92,7 @@ def write_first_contact(settings: Settings, cwd: Path, root: Path) -> PreparedRu
         values |= {"gpus-per-node": None, "nproc-per-node": 2}
     else:
         values["nproc-per-node"] = None
-    values["script"] = str(folder("jobs") / "first_contact.py")
+    values["script"] = str(folder("jobs") / "preflight_train.py")
     return plan_new(Settings(values), cwd, root).write()
 
 
@@ -108,7 +108,7 @@ def count_devices() -> int:
 
 def read_table(prepared: PreparedRun) -> str:
     """Return the table of features, a text in Markdown, that the workers of a run of
-    `write_first_contact` have written. Raise HpcDdpError where they wrote none, and OSError where
+    `write_trial_job` have written. Raise HpcDdpError where they wrote none, and OSError where
     it can't be read."""
     path = prepared.run.path / "first-contact.md"
     if not path.exists():

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from typing import Any, Literal
 
 from hpc_ddp.core.errors import UsageError
-from hpc_ddp.training.checkpoint.schedule import LEAST_KEPT
+from hpc_ddp.training.checkpoint.storage.retention import LEAST_KEPT
 from hpc_ddp.training.models.precision import DTYPES
 from hpc_ddp.training.process.environment import LaunchEnv
 

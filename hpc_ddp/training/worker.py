@@ -13,7 +13,7 @@ from hpc_ddp.core.journal.events import JournalEvent, Stopped
 from hpc_ddp.training.checkpoint.manager import CheckpointManager
 from hpc_ddp.training.checkpoint.restore import non_finite_error
 from hpc_ddp.training.checkpoint.save import Checkpoints
-from hpc_ddp.training.checkpoint.schedule import Retention
+from hpc_ddp.training.checkpoint.storage.retention import Retention
 from hpc_ddp.training.data.batches import move_to_host
 from hpc_ddp.training.devices import choose_devices
 from hpc_ddp.training.models import rng

@@ -113,7 +113,7 @@ def test_a_script_of_few_steps_can_not_be_drilled(tmp_path: Path) -> None:
     assert not list((tmp_path / "runs").glob(".drills/*"))
 
 
-KILLS_ITSELF = {"first_contact.py"}
+KILLS_ITSELF = {"preflight_train.py"}
 SMALL = {
     "linear_regression.py": "--epochs 3",
     "gpt.py": "--layers 2 --width 24 --heads 2 --length 32 --epochs 1 --batch-size 256",

@@ -12,7 +12,7 @@ from click.testing import CliRunner, Result
 
 from hpc_ddp.cli.main import main
 from hpc_ddp.core import file_owners
-from hpc_ddp.submission.script import template
+from hpc_ddp.submission.script import template_sandbox
 from hpc_ddp.submission.settings import operators
 from tests.skips import skip_or_fail
 
@@ -26,7 +26,7 @@ RUNS_A_COMMAND = (
     "{% endblock %}"
 )
 
-CACHES = (file_owners._is_shared, operators.warn_once, template._make_environment)
+CACHES = (file_owners._is_shared, operators.warn_once, template_sandbox._make_environment)
 Cli = Callable[..., Result]
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from hpc_ddp.core.file_io import read_text
 from hpc_ddp.core.job.variables import is_of_hpc_ddp
-from hpc_ddp.submission.job_script import program, secrets
+from hpc_ddp.submission.job_script import launch_settings, secrets
 from hpc_ddp.submission.job_script.bash.quotes import split_quoted
 from hpc_ddp.submission.job_script.bash.values import Counted, Value
 from hpc_ddp.submission.job_script.bash.variables import Scope
@@ -32,16 +32,16 @@ from hpc_ddp.submission.job_script.script_text import (
     take_shebang,
 )
 from hpc_ddp.submission.job_script.sizes import read_texts
-from hpc_ddp.submission.job_script.statements.choice import (
-    choose_launch,
-    has_launch,
-    keep_one_command,
-)
 from hpc_ddp.submission.job_script.statements.loaded_texts import sentences_on
 from hpc_ddp.submission.job_script.statements.names import note_lost_variables, take_shell_variables
 from hpc_ddp.submission.job_script.statements.reader import Reader
 from hpc_ddp.submission.job_script.statements.sorting import Sorter
 from hpc_ddp.submission.job_script.statements.statement import Statement, first_load
+from hpc_ddp.submission.job_script.statements.training_choice import (
+    choose_launch,
+    has_launch,
+    keep_one_command,
+)
 from hpc_ddp.submission.job_script.wrapper import unwrap
 
 _OF_A_LOGIN = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "MANPATH", "HOME", "TMPDIR", "LANG")
@@ -104,7 +104,7 @@ def _add_notes(result: Conversion, scope: Scope, missing: set[str], optional: se
         text = "the trap is for the lines of setup: how the launch ended is hpc-ddp's verdict"
         result.note(line, text)
     lines = [entry for key in ("node-setup", "worker-setup") for entry in result.lists.get(key, ())]
-    in_image = [line for text, line in lines if program.BRINGS_PYTHON.search(text)]
+    in_image = [line for text, line in lines if launch_settings.BRINGS_PYTHON.search(text)]
     if in_image and result.values.keys() & {"image", "container"} and "python" not in result.values:
         reason = "the image's own python3 starts the workers before that"
         result.note(in_image[0], f'{reason}: python = "/its/path", if it has none from 3.10 on')
@@ -368,7 +368,7 @@ def convert(
     sorter.take_statements()
     scope.is_open |= first_load(reader.statements) < len(reader.statements)
     statement = reader.statements[at] if launch else Statement("", (0, 0))
-    program.take_launch(statement, result, directives, reader, cwd, folder)
+    launch_settings.take_launch(statement, result, directives, reader, cwd, folder)
     if ifs_lines := [n for text, n in result.lists.get("setup", ()) if _SETS_IFS.fullmatch(text)]:
         result.append("setup", "unset IFS", ifs_lines[-1])  # the batch script relies on bash's own
     take_tasks(directives, result, (text, _program_text(result, folder)))

@@ -14,7 +14,7 @@ from pathlib import Path
 from hpc_ddp.core.attempt_env import installed_python
 from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.job.variables import literal_names
-from hpc_ddp.submission.script.effect import find_ineffective
+from hpc_ddp.submission.script.overridden_options import find_ineffective
 
 
 def find_mistakes(spec: JobSpec) -> list[str]:

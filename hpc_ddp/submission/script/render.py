@@ -24,9 +24,9 @@ from hpc_ddp.core.job.variables import (
 )
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.slurm_text import parse_options
-from hpc_ddp.submission.script import container, template
+from hpc_ddp.submission.script import container, template_sandbox
 from hpc_ddp.submission.script.directives import header_pairs, output_file, output_word, sbatch_line
-from hpc_ddp.submission.script.effect import (
+from hpc_ddp.submission.script.overridden_options import (
     check_effect,
     check_inherited,
     find_unused_words,
@@ -260,7 +260,7 @@ class Rendering:
     def text(self) -> str:
         """Return the text of the whole script; raise UsageError for a user's template that can't be
         used."""
-        return template.render(self._spec.template, self._context)
+        return template_sandbox.render(self._spec.template, self._context)
 
     def warnings(self) -> list[str]:
         """Return sentences on the words of ``without`` that name nothing of the job, and on what a
@@ -281,9 +281,9 @@ class Rendering:
             sentences.append(
                 f"the template leaves out {' '.join(missing)}; {{{{ super() }}}} has them"
             )
-        return [*sentences, *template.find_missing_words(text)]
+        return [*sentences, *template_sandbox.find_missing_words(text)]
 
     def block(self, name: str) -> str:
         """Return the text of the script's block `name`. Raise UsageError where `text` does, and
         for a template that has no such block."""
-        return template.render_block(name, self._spec.template, self._context)
+        return template_sandbox.render_block(name, self._spec.template, self._context)

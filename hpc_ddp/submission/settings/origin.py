@@ -11,7 +11,7 @@ from hpc_ddp.core.job.option_declaration import key_of
 from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.submission.package_files import folder
 from hpc_ddp.submission.plan import Plan
-from hpc_ddp.submission.script.effect import words_of
+from hpc_ddp.submission.script.overridden_options import words_of
 from hpc_ddp.submission.settings.config import Layer, Settings
 from hpc_ddp.submission.settings.fabric_profiles import fabric_env
 from hpc_ddp.submission.settings.user import home_folder

@@ -22,12 +22,10 @@ from hpc_ddp.core.errors import HpcDdpError
 from hpc_ddp.core.journal.events import CheckpointSaved, SaveFailed
 from hpc_ddp.core.journal.journal import Journal
 from hpc_ddp.core.run_folder import NO_ROOM, RunFolder
-from hpc_ddp.training.checkpoint import schedule
 from hpc_ddp.training.checkpoint.rank_comparison import find_misfit
 from hpc_ddp.training.checkpoint.rank_part import Content, Written, payload_of, write_payload
 from hpc_ddp.training.checkpoint.restore import Restorer, non_finite_error
-from hpc_ddp.training.checkpoint.schedule import Retention
-from hpc_ddp.training.checkpoint.storage import disk
+from hpc_ddp.training.checkpoint.storage import disk, retention
 from hpc_ddp.training.checkpoint.storage.frozen import FrozenWeights
 from hpc_ddp.training.checkpoint.storage.index import (
     FROZEN,
@@ -38,6 +36,7 @@ from hpc_ddp.training.checkpoint.storage.index import (
     plan_of,
 )
 from hpc_ddp.training.checkpoint.storage.layout import Layout
+from hpc_ddp.training.checkpoint.storage.retention import Retention
 from hpc_ddp.training.process.control import Control
 
 TRIES = 3  # failed saves in a row that end the run, if they are spread over `PATIENCE_S`
@@ -348,7 +347,7 @@ class Checkpoints(Restorer):
         `pinned` steps, and those that `keep` names; errors of the disk are ignored."""
         best = content.facts.get("best") or {"step": content.step}
         with suppress(OSError):  # a folder that is not to be had now; the next save tries again
-            schedule.prune(self._run.checkpoints, keep, [content.step, best["step"], *pinned])
+            retention.prune(self._run.checkpoints, keep, [content.step, best["step"], *pinned])
 
     def _remove_parcel(self) -> bool:
         """On rank 0: remove the parcel of ``--stage`` (`RunFolder.remove_parcel`), and return True.
@@ -357,13 +356,13 @@ class Checkpoints(Restorer):
         return self._run.is_newest(self._attempt) and self._run.remove_parcel("a checkpoint")
 
     def _make_room(self, content: Content) -> None:
-        """On rank 0: remove all checkpoints but the newest `schedule.LEAST_KEPT`, the best ones,
+        """On rank 0: remove all checkpoints but the newest `retention.LEAST_KEPT`, the best ones,
         and those of ``keep_every``. In a superseded attempt remove none. Raise OSError if the
         attempts or the checkpoints can't be listed."""
         if self._run.is_newest(self._attempt):
             # The best one on the disk, too: this save may be of a better one, and fail.
-            best = schedule.best_steps(self._run.checkpoints)
-            self._prune(content, Retention(schedule.LEAST_KEPT, self._keep.every), *best)
+            best = retention.best_steps(self._run.checkpoints)
+            self._prune(content, Retention(retention.LEAST_KEPT, self._keep.every), *best)
 
     def _superseded_error(self) -> SupersededError:
         """Return the error of an attempt that a later one has superseded."""

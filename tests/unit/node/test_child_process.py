@@ -17,7 +17,7 @@ from hpc_ddp.node.child_process import fill_options, split_words, torchrun_launc
 from hpc_ddp.node.outcome import first_failure
 from hpc_ddp.node.outcome import oom as oom_module
 from hpc_ddp.node.supervisor import Supervisor
-from hpc_ddp.node.watch import attempt_watch, log_offsets
+from hpc_ddp.node.watch import log_offsets, look_times
 from tests.waiting import wait_until
 from unit.fakes import Clock, stop_clock
 from unit.node.fakes import NoSignals, place_of
@@ -26,7 +26,7 @@ from unit.node.fakes import NoSignals, place_of
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     monkeypatch.setattr(oom_module, "count_kills", lambda: 0)
-    return stop_clock(monkeypatch, supervisor, attempt_watch, log_offsets, first_failure)
+    return stop_clock(monkeypatch, supervisor, look_times, log_offsets, first_failure)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from hpc_ddp.core import process
 from hpc_ddp.node import child_process, supervisor
 from hpc_ddp.node.outcome import first_failure
 from hpc_ddp.node.outcome import oom as oom_module
-from hpc_ddp.node.watch import attempt_watch, log_offsets
+from hpc_ddp.node.watch import log_offsets, look_times
 from unit.fakes import Clock, stop_clock
 
 
@@ -16,7 +16,7 @@ from unit.fakes import Clock, stop_clock
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     monkeypatch.setattr(oom_module, "count_kills", lambda: 0)
     return stop_clock(
-        monkeypatch, supervisor, child_process, attempt_watch, log_offsets, first_failure
+        monkeypatch, supervisor, child_process, look_times, log_offsets, first_failure
     )
 
 

@@ -17,7 +17,7 @@ from hpc_ddp.core.process import NOTICE_SIGNALS
 from hpc_ddp.node import supervisor
 from hpc_ddp.node.supervisor import Supervisor
 from hpc_ddp.node.watch.agent_watch import LOOK_EVERY_S, MOST_LOOKS
-from hpc_ddp.node.watch.attempt_watch import FENCE_EVERY_S
+from hpc_ddp.node.watch.look_times import FENCE_EVERY_S
 from hpc_ddp.node.watch.received_signals import Signals
 from hpc_ddp.node.watch.wake_links import PeerLinks
 from tests.raw_events import raw_events

@@ -17,11 +17,11 @@ from hpc_ddp.training.checkpoint.manager import CheckpointManager
 from hpc_ddp.training.checkpoint.rank_comparison import Digest, Inventory
 from hpc_ddp.training.checkpoint.rank_part import Content
 from hpc_ddp.training.checkpoint.save import Checkpoints
-from hpc_ddp.training.checkpoint.schedule import Retention
 from hpc_ddp.training.checkpoint.storage import disk
 from hpc_ddp.training.checkpoint.storage.index import Claim
 from hpc_ddp.training.checkpoint.storage.layout import StoredShard, layout_of
 from hpc_ddp.training.checkpoint.storage.resharding import Part, Reader
+from hpc_ddp.training.checkpoint.storage.retention import Retention
 from hpc_ddp.training.checkpoint.storage.shards import LocalShard, StagingBuffer
 from hpc_ddp.training.data.order import Position
 from hpc_ddp.training.devices import CPU

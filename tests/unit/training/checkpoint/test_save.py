@@ -17,13 +17,12 @@ from hpc_ddp.core.checkpoints import FileFacts
 from hpc_ddp.core.errors import HpcDdpError
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.training.checkpoint import save as saver_module
-from hpc_ddp.training.checkpoint import schedule
 from hpc_ddp.training.checkpoint.rank_comparison import Inventory
 from hpc_ddp.training.checkpoint.rank_part import Written
 from hpc_ddp.training.checkpoint.save import Failure, Outcome, SupersededError
-from hpc_ddp.training.checkpoint.schedule import Retention
-from hpc_ddp.training.checkpoint.storage import disk
+from hpc_ddp.training.checkpoint.storage import disk, retention
 from hpc_ddp.training.checkpoint.storage.index import PAGE, Claim
+from hpc_ddp.training.checkpoint.storage.retention import Retention
 from tests.waiting import LIMIT_S
 from unit.fakes import Clock
 from unit.training.checkpoint.fakes import (
@@ -202,7 +201,7 @@ def test_the_best_checkpoint_stays_where_a_better_one_finds_no_room(
     assert save_steps(saver, 5, facts={"best": {"step": 5}}) == [False]
     assert checkpoint_names(run) == ["step-1", "step-3", "step-4"]
     (run.checkpoints / "step-4" / "manifest.json").write_text("{")
-    assert schedule.best_steps(run.checkpoints) == []
+    assert retention.best_steps(run.checkpoints) == []
 
 
 def test_the_peers_get_an_answer_where_no_room_can_be_made(
@@ -345,7 +344,7 @@ def test_a_save_begins_once_the_old_ones_are_removed(
         if step == 2:
             again.set()
 
-    monkeypatch.setattr(schedule, "prune", prune)
+    monkeypatch.setattr(retention, "prune", prune)
     saver = make()
     saver.before_publishing = publish
     for step in (1, 2):
@@ -375,7 +374,7 @@ def test_rank_0_alone_removes_old_checkpoints(
     Ranked.rank = rank
     answers = [None, True, Outcome(1)]
     steps: list[int] = []
-    monkeypatch.setattr(schedule, "prune", lambda folder, keep, pinned: steps.append(pinned[0]))
+    monkeypatch.setattr(retention, "prune", lambda folder, keep, pinned: steps.append(pinned[0]))
     saver = make(background=Ranked())
     saver.begin(content_of(1))
     saver.settle()

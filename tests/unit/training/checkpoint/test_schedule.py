@@ -11,14 +11,9 @@ import pytest
 from hpc_ddp.core import checkpoints
 from hpc_ddp.core.journal.events import JournalEvent
 from hpc_ddp.training.checkpoint import schedule
-from hpc_ddp.training.checkpoint.schedule import (
-    Retention,
-    prune,
-    slowest_save,
-    time_between_failures,
-    young_daly,
-)
+from hpc_ddp.training.checkpoint.schedule import slowest_save, time_between_failures, young_daly
 from hpc_ddp.training.checkpoint.storage import disk
+from hpc_ddp.training.checkpoint.storage.retention import Retention, prune
 from tests.raw_events import typed
 from unit.fakes import Clock, stop_clock
 from unit.training.checkpoint.fakes import names_in

@@ -15,9 +15,9 @@ from torch import nn
 from hpc_ddp.core import checkpoints
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.training.checkpoint.manager import CheckpointManager
-from hpc_ddp.training.checkpoint.schedule import Retention
 from hpc_ddp.training.checkpoint.storage import frozen
 from hpc_ddp.training.checkpoint.storage.frozen import hash_of
+from hpc_ddp.training.checkpoint.storage.retention import Retention
 from hpc_ddp.training.data.order import Position
 from unit.training.checkpoint.fakes import Make, break_publishing, events_named, make_manager
 

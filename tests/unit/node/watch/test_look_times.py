@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from hpc_ddp.core.job.attempt_folder import AttemptFolder
-from hpc_ddp.node.watch import attempt_watch
-from hpc_ddp.node.watch.attempt_watch import (
+from hpc_ddp.node.watch import look_times
+from hpc_ddp.node.watch.look_times import (
     FENCE_EVERY_S,
     LOOK_EVERY_S,
     QUICK_S,
@@ -38,7 +38,7 @@ class Peers:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    return stop_clock(monkeypatch, attempt_watch)
+    return stop_clock(monkeypatch, look_times)
 
 
 @pytest.fixture

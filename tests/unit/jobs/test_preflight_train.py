@@ -1,4 +1,4 @@
-"""The table of jobs/first_contact.py, over starts of the workers that end badly."""
+"""The table of jobs/preflight_train.py, over starts of the workers that end badly."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-JOB = runpy.run_path(str(Path(__file__).parents[3] / "jobs" / "first_contact.py"))
+JOB = runpy.run_path(str(Path(__file__).parents[3] / "jobs" / "preflight_train.py"))
 LAST, FEATURES = JOB["LAST"], [*JOB["FEATURES"]]
 
 

@@ -4,7 +4,7 @@ On this machine, in an allocation, and as a job, which goes on after its own kil
 
     hpc-ddp preflight --train
     salloc --nodes 2 --gpus-per-node 4 hpc-ddp preflight --train
-    hpc-ddp submit --nodes 2 --gpus-per-node 4 --max-restarts 8 jobs/first_contact.py
+    hpc-ddp submit --nodes 2 --gpus-per-node 4 --max-restarts 8 jobs/preflight_train.py
 
 Rank 0 writes a table of what works and what does not into ``<run folder>/first-contact.md``, to
 be pasted into an issue. A feature that fails ends the workers; torchrun starts them again

@@ -18,7 +18,7 @@ from hpc_ddp.core.job.variables import OF_USERS
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node import child_process
 from hpc_ddp.node.workers import worker
-from hpc_ddp.submission.script.effect import find_ineffective
+from hpc_ddp.submission.script.overridden_options import find_ineffective
 from hpc_ddp.submission.script.render import Rendering
 from hpc_ddp.submission.script.torchrun import TORCHRUN_OPTIONS
 from unit.node.fakes import place_of

@@ -12,7 +12,7 @@ from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.submission.package_files import folder
-from hpc_ddp.submission.script import template
+from hpc_ddp.submission.script import template_sandbox
 from hpc_ddp.submission.script.render import Rendering
 
 DOCS = Path(__file__).parents[4] / "docs"
@@ -108,13 +108,13 @@ def test_blocks_of_a_chain_of_templates_are_merged(tmp_path: Path) -> None:
     )
     assert rendering.block("setup") in rendering.text()
     assert "batch begin" in rendering.block("attempt")  # which it does not have itself
-    assert template.find_missing_words(rendering.text()) == []
+    assert template_sandbox.find_missing_words(rendering.text()) == []
 
 
 def test_missing_parts_of_a_script_are_named(tmp_path: Path) -> None:
     path = tmp_path / "own.j2"
     path.write_text("#!/bin/bash\n# batch verdict\nsrun {{ python | q }} {{ script | q }}\n")
-    left_out = template.find_missing_words(_rendering(path).text())
+    left_out = template_sandbox.find_missing_words(_rendering(path).text())
     assert [text.split("'")[1] for text in left_out] == [
         *("HPC_DDP_RUN", "batch begin", "supervisor", "batch verdict")
     ]
@@ -136,22 +136,22 @@ def test_directives_that_a_header_leaves_out_are_named(tmp_path: Path) -> None:
 def test_blocks_that_submitit_does_not_use_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "own.j2"
     path.write_text(EXTENDS + "{% block setup %}{% endblock %}\n{% block step %}{% endblock %}")
-    template.check_used(str(path), ("setup", "step"))
+    template_sandbox.check_used(str(path), ("setup", "step"))
     with pytest.raises(UsageError, match=r"own.j2, line 3: .*'step'; accepted: setup"):
-        template.check_used(str(path), ("setup",))
+        template_sandbox.check_used(str(path), ("setup",))
 
 
 @pytest.mark.parametrize("path", sorted(DOCS.glob("templates/*.j2")), ids=lambda path: path.name)
 def test_the_documented_templates_render(path: Path) -> None:
     text = _rendering(path).text()
     subprocess.run(["bash", "-n"], input=text, text=True, check=True)
-    assert template.find_missing_words(text) == []
+    assert template_sandbox.find_missing_words(text) == []
     assert f"docs/templates/{path.name}" in (DOCS / "templates.md").read_text()
 
 
 def test_the_page_names_all_blocks_and_variables() -> None:
     rendering = _rendering(DOCS / "templates" / "usage.j2")
-    base = (folder("templates") / template.BASE).read_text()
+    base = (folder("templates") / template_sandbox.BASE).read_text()
     names = {*re.findall(r"{% block (\w+) %}", base), *rendering._context}
     page = (DOCS / "templates.md").read_text().partition("## A template of your own")[2]
     assert names <= set(re.findall(r"`(\w+)`", page))
