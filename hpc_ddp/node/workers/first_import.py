@@ -23,7 +23,7 @@ HIDDEN = re.compile(r"(torch|hpc_ddp\.training)(\.|$)")
 # on which torch's does not depend.
 SET_BY_PACKAGES = re.compile(
     r"KMP_(DUPLICATE_LIB_OK|INIT_AT_FORK)|LD_LIBRARY_PATH|_(MLFLOW|RJEM)_\w+"
-    r"|PYTORCH_NVML_BASED_CUDA_CHECK"
+    r"|PYTORCH_NVML_BASED_CUDA_CHECK|HPC_DDP_\w+"
 )
 MISSING: set[str] = set()  # names of modules that imports have looked for in vain
 
@@ -40,6 +40,8 @@ class FirstImport(importlib.abc.Loader):
         options, the script and its arguments)."""
         self.command, self.process = list(command), os.getpid()
         self.hidden = {name: sys.modules.pop(name) for name in filter(HIDDEN.match, [*sys.modules])}
+        # `from hpc_ddp import training` would take the attribute, and import nothing.
+        vars(sys.modules["hpc_ddp"]).pop("training", None)
         self.specs = {name: module.__spec__ for name, module in self.hidden.items()}
         self.folder, self.environ = os.getcwd(), dict(os.environ)
         self.path, self.cpus = list(sys.path), os.sched_getaffinity(0)
@@ -76,6 +78,8 @@ class FirstImport(importlib.abc.Loader):
         if self.finder in sys.meta_path:
             sys.meta_path.remove(self.finder)
             sys.modules.update(self.hidden)
+            if training := self.hidden.get("hpc_ddp.training"):
+                vars(sys.modules["hpc_ddp"])["training"] = training
             atexit.unregister(self.put_back)
 
     def _find_change(self) -> str:

@@ -47,14 +47,16 @@ WITH_TORCH = re.compile(
 )
 # Words of a script, or of its arguments, that uses torch's compiler or a package that comes with
 # it: at its import the compiler notes torch's functions, variables, the working directory and the
-# CPUs. Also ways to run a text that is not read here, and `sys.path`, on which the compiler's
-# packages depend.
+# CPUs, and imports parts of torch that bind functions of others, which the script may patch before.
+# Also ways to run a text that is not read here, and `sys.path`, on which the compiler's packages
+# depend.
 COMPILER = "torch._dynamo"
 USES_COMPILER = re.compile(
     r"(?<!\bre\.)(?<!\bregex\.)compile|dynamo|inductor|triton|sympy|mpmath|functorch|make_fx"
-    r"|\bexport|flex_attention|while_loop|torch\.cond\b|\bhub\.(load\b|list|help)"
-    r"|\bimportlib(?!\.(metadata|resources))|\b(imp|pydoc|pkgutil|runpy|entry_points|__import__)\b"
-    r"|\bexec\(|\bsys\.path\b"
+    r"|\bexport|onnx|flex_attention|while_loop|torch\.cond\b|nested|expanded_weights"
+    r"|(?i:fsdp|fully_?shard|dtensor)|distributed\.(tensor|nn|_\w+)|_checkpoint\b|checkpoint_wrapper"
+    r"|\bhub\.(load\b|list|help)|\bimportlib(?!\.(metadata|resources))"
+    r"|\b(imp|pydoc|pkgutil|runpy|entry_points|__import__)\b|\bexec\(|\bsys\.path\b"
 )
 SETS_FROM_FILES = "hydra"  # a package that reads YAML files, which are not read here
 NEVER_TRUE = re.compile(r"(\w+\.)?TYPE_CHECKING")

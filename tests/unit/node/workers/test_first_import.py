@@ -12,6 +12,7 @@ from types import ModuleType
 
 import pytest
 
+import hpc_ddp
 from hpc_ddp.node.workers import first_import
 from hpc_ddp.node.workers.first_import import FirstImport
 
@@ -68,10 +69,13 @@ def test_a_part_of_torch_brings_back_all_of_it(
     part, ours = ModuleType("torch.part"), ModuleType("hpc_ddp.training")
     monkeypatch.setitem(sys.modules, "torch.part", part)
     monkeypatch.setitem(sys.modules, "hpc_ddp.training", ours)
+    monkeypatch.setattr(hpc_ddp, "training", ours, raising=False)
     torch.__path__ = []
     FirstImport(COMMAND)
     assert not {"torch", "torch.part", "hpc_ddp.training"} & {*sys.modules}
+    assert not hasattr(hpc_ddp, "training")
     assert importlib.import_module("torch.part") is part
+    assert hpc_ddp.training is ours  # type: ignore[attr-defined]
     assert sys.modules["torch"] is torch
     assert sys.modules["hpc_ddp.training"] is ours
 
