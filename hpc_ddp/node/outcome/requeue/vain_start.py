@@ -68,7 +68,7 @@ def _start_again(environ: dict[str, str], pauses_s: Sequence[float] = (0.0,)) ->
     """Have the run go on (`go_on`) after a start or verdict that has come to nothing by no fault of
     the run, put off by one of `pauses_s` after the other, or else the last. Return 0 if it does,
     else `CAN_GO_ON`, with the command for the user printed: in an allocation, after more than
-    ``max_failures`` starts in vain in a row, unless this one was preempted, where a bound permits
+    ``max_failures`` starts in vain in a row, unless Slurm took this one away, where a bound permits
     no start, or where job.json or the run's folder can't be used."""
     if INTERACTIVE in environ:
         return _leave_to_the_user(environ)
@@ -79,19 +79,20 @@ def _start_again(environ: dict[str, str], pauses_s: Sequence[float] = (0.0,)) ->
         spec = JobSpec.from_json(patiently(run.job_json.read_bytes, patience_s))
         start = patiently(partial(_this_start, run, spec, environ), patience_s)
         job = ask_about_job(start.job_id, give_up=start.give_up)
-        is_preempted = bool(job and job.preempted)
-        count = _count_vain_starts(start, environ, is_preempted)
+        # By a preemption, say, of which a job's record tells no more once Slurm has requeued it.
+        was_taken = bool(job and (job.preempted or job.restarts > start.restarts))
+        count = _count_vain_starts(start, environ, was_taken)
         start = replace(start, pause_s=pauses_s[min(max(count, 1), len(pauses_s)) - 1])
         limit = math.inf if spec.max_requeues is None else spec.max_requeues
         is_over_limit = start.restarts >= min(run.most_requeues, limit)
-        if is_over_limit or (count > spec.max_failures and not is_preempted):
+        if is_over_limit or (count > spec.max_failures and not was_taken):
             say(f"the job was requeued {start.restarts} times, {count} starts came to nothing")
             return _leave_to_the_user(environ)
         code = go_on(start, job)
     except (OSError, HpcDdpError) as error:
         say(str(error))
         return _leave_to_the_user(environ)
-    if code == 0 and not is_preempted:
+    if code == 0 and not was_taken:
         say(f"starts that came to nothing: {count} of at most {spec.max_failures}")
     return code
 
@@ -112,15 +113,15 @@ def _this_start(run: RunFolder, spec: JobSpec, environ: dict[str, str]) -> Ended
     return EndedStart(run, spec, environ, restarts, number, attempt)
 
 
-def _count_vain_starts(start: EndedStart, environ: dict[str, str], is_preempted: bool) -> int:
+def _count_vain_starts(start: EndedStart, environ: dict[str, str], was_taken: bool) -> int:
     """Record a start that has begun no attempt, and return how many have come to nothing since the
-    run's newest attempt, this one included unless it was preempted; 0 after an attempt. Where the
-    disk has no room for the record, each start of the job since its newest attempt counts, whatever
-    has ended it. Raises OSError where the run's folder can't be read."""
+    run's newest attempt, this one included unless Slurm has taken it away (`was_taken`); 0 after an
+    attempt. Where the disk has no room for the record, each start of the job since its newest
+    attempt counts, whatever has ended it. Raises OSError where the run's folder can't be read."""
     if start.attempt:
         return 0
     try:
-        return record_vain_start(start.run, environ, not is_preempted)
+        return record_vain_start(start.run, environ, not was_taken)
     except OSError:
         numbers = [
             attempt.info["restarts"]

@@ -177,14 +177,22 @@ def test_starts_in_vain_are_counted_over_jobs(
     assert controller.calls("sbatch") == []
 
 
+@pytest.mark.parametrize("by_slurm", [False, True])
 def test_preemptions_before_an_attempt_are_not_bounded(
-    controller: Slurm, run: RunFolder, printed: list[str], monkeypatch: pytest.MonkeyPatch
+    controller: Slurm,
+    run: RunFolder,
+    printed: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    by_slurm: bool,
 ) -> None:
+    """Where Slurm itself requeues the job its record does not tell any more that it preempted."""
     write_spec(run, max_failures=0)
-    answer_scontrol(controller, show_job(preempted="2026-11-21T10:00:30"))
+    preempted = show_job(preempted="2026-11-21T10:00:30")
+    answer_scontrol(controller, show_job("COMPLETING", restarts=1) if by_slurm else preempted)
     assert _call(monkeypatch, run, "cut-off") == 0
-    assert ["requeue", "7"] in controller.calls("scontrol")
-    assert printed == ["Slurm ends the job before its attempt"]
+    assert (["requeue", "7"] in controller.calls("scontrol")) is not by_slurm
+    left_alone = "job 7 was started again, or its run goes on elsewhere: left alone"
+    assert printed == ["Slurm ends the job before its attempt", *[left_alone] * by_slurm]
     assert read_json(run.vain_jobs) == {"7": 0}
 
 
