@@ -373,5 +373,8 @@ def _options_of_next(
 
 
 def command_to_go_on(environ: Mapping[str, str]) -> str:
-    """Return the command by which the user continues the run of this job."""
-    return f"hpc-ddp submit --run {shlex.quote(environ.get('HPC_DDP_RUN', 'RUN'))}"
+    """Return the command by which the user continues the run of this job; of an array without a
+    folder of this task that of the array."""
+    run = Path(environ.get("HPC_DDP_RUN", "RUN"))
+    task = run / f"task-{environ.get('SLURM_ARRAY_TASK_ID')}"
+    return f"hpc-ddp submit --run {shlex.quote(str(task if task.is_dir() else run))}"

@@ -13,15 +13,21 @@ from functools import partial
 
 from hpc_ddp.core.attempt_env import INTERACTIVE
 from hpc_ddp.core.console.terminal import answer, say
-from hpc_ddp.core.errors import CAN_GO_ON, HpcDdpError
+from hpc_ddp.core.errors import HpcDdpError
 from hpc_ddp.core.file_io import patiently
 from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.job.task_folder import run_of_job
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node.outcome.bounds import PAUSES_S
 from hpc_ddp.node.outcome.requeue.attempt_end import noted_restarts
-from hpc_ddp.node.outcome.requeue.chain import command_to_go_on, record_vain_start
-from hpc_ddp.node.outcome.requeue.next_start import VERDICT_S, EndedStart, ask_about_job, go_on
+from hpc_ddp.node.outcome.requeue.chain import record_vain_start
+from hpc_ddp.node.outcome.requeue.next_start import (
+    VERDICT_S,
+    EndedStart,
+    ask_about_job,
+    go_on,
+    leave_to_the_user,
+)
 
 AWAY_S = 900.0  # within which a disk comes back, as after a failover of its server
 
@@ -33,7 +39,7 @@ def end_for_disk(call: str, environ: dict[str, str], error: OSError) -> int:
     `CAN_GO_ON`."""
     say(f"the run's folder can't be used: {error}")
     if call not in ("first-job", "begin", "verdict"):
-        return _leave_to_the_user(environ)
+        return leave_to_the_user(environ)
     code = _start_again(environ, PAUSES_S)
     if call != "verdict" and code == 0:
         answer("exit 0")
@@ -71,7 +77,7 @@ def _start_again(environ: dict[str, str], pauses_s: Sequence[float] = (0.0,)) ->
     ``max_failures`` starts in vain in a row, unless Slurm took this one away, where a bound permits
     no start, or where job.json or the run's folder can't be used."""
     if INTERACTIVE in environ:
-        return _leave_to_the_user(environ)
+        return leave_to_the_user(environ)
     try:
         run = run_of_job(environ)
         left_s = float(environ.get("HPC_DDP_END_TIME") or math.inf) - time.time() - VERDICT_S
@@ -87,20 +93,14 @@ def _start_again(environ: dict[str, str], pauses_s: Sequence[float] = (0.0,)) ->
         is_over_limit = start.restarts >= min(run.most_requeues, limit)
         if is_over_limit or (count > spec.max_failures and not was_taken):
             say(f"the job was requeued {start.restarts} times, {count} starts came to nothing")
-            return _leave_to_the_user(environ)
+            return leave_to_the_user(environ)
         code = go_on(start, job)
     except (OSError, HpcDdpError) as error:
         say(str(error))
-        return _leave_to_the_user(environ)
+        return leave_to_the_user(environ)
     if code == 0 and not was_taken:
         say(f"starts that came to nothing: {count} of at most {spec.max_failures}")
     return code
-
-
-def _leave_to_the_user(environ: dict[str, str]) -> int:
-    """Print the command by which the user continues the run; return `CAN_GO_ON`."""
-    say(f"once it can: {command_to_go_on(environ)}")
-    return CAN_GO_ON
 
 
 def _this_start(run: RunFolder, spec: JobSpec, environ: dict[str, str]) -> EndedStart:

@@ -117,7 +117,7 @@ def test_a_disk_without_room_is_waited_for_in_the_queue(
     assert ("exit 0" in capsys.readouterr().out) is is_requeued
     count = restarts + 1 - attempts
     bound = f"the job was requeued {restarts} times, {count} starts came to nothing"
-    refusal = [bound, f"once it can: hpc-ddp submit --run {run.path}"]
+    refusal = [bound, f"to go on: hpc-ddp submit --run {run.path}"]
     again = f"starts that came to nothing: {count} of at most 3"
     lines = [line for line in printed if "it waits" not in line]
     assert lines == [REFUSED, *([again] if is_requeued else refusal)]
@@ -172,7 +172,7 @@ def test_starts_in_vain_are_counted_over_jobs(
     assert _call(monkeypatch, run, "cut-off") == CAN_GO_ON
     assert printed[1:] == [
         "the job was requeued 0 times, 4 starts came to nothing",
-        f"once it can: hpc-ddp submit --run {run.path}",
+        f"to go on: hpc-ddp submit --run {run.path}",
     ]
     assert controller.calls("sbatch") == []
 
@@ -203,7 +203,7 @@ def test_no_new_job_is_queued_that_nothing_would_bound(
     monkeypatch.setattr(chain, "write_json", raise_disk_full)
     assert _call(monkeypatch, run, "cut-off") == CAN_GO_ON
     assert controller.calls("sbatch") == []
-    assert printed[-1] == f"could not be requeued; go on with: hpc-ddp submit --run {run.path}"
+    assert printed[-1] == f"to go on: hpc-ddp submit --run {run.path}"
 
 
 @pytest.mark.parametrize("state", ["PENDING", "CANCELLED", "FAILED"])
@@ -307,7 +307,7 @@ def test_a_job_that_is_over_is_not_requeued_for_its_disk(
         "cancelled": "the run was cancelled: not requeued",
         "ended": "the job is COMPLETING by now: not requeued",
         "started anew": "job 7 was started again, or its run goes on elsewhere: left alone",
-        "interactive": f"once it can: hpc-ddp submit --run {run.path}",
+        "interactive": f"to go on: hpc-ddp submit --run {run.path}",
     }[reason]
     assert line in printed
 

@@ -245,7 +245,7 @@ def test_a_requeue_is_given_up_after_a_while(
     )
     assert end() == 75
     assert clock.slept == [next_start.PAUSE_S] * 4
-    assert "could not be requeued; go on with: hpc-ddp submit --run '" in printed[-1]
+    assert "to go on: hpc-ddp submit --run " in printed[-1]
 
 
 @pytest.mark.parametrize(("left_s", "away_s", "code"), [(6420, 780, 0), (120, 780, 75)])
@@ -385,6 +385,8 @@ def test_a_requeued_job_is_kept_off_bad_nodes(
     arguments = [exclude, "--partition=small", str(run.script)]  # where the job is now
     expected = [["--test-only", *arguments]] if age_s < KEPT_OFF_S else []
     assert slurm_commands.calls("sbatch") == expected
+    # For the look before the requeue, and for the nodes.
+    assert slurm_commands.calls("scontrol").count(["show", "job", "7"]) == 2
 
 
 def test_a_job_whose_exclusion_is_refused_continues(
