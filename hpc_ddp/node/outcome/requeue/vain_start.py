@@ -14,7 +14,7 @@ from functools import partial
 from hpc_ddp.core.attempt_env import INTERACTIVE
 from hpc_ddp.core.console.terminal import answer, say
 from hpc_ddp.core.errors import HpcDdpError
-from hpc_ddp.core.file_io import patiently
+from hpc_ddp.core.file_io import AWAY_S, patiently
 from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.job.task_folder import run_of_job
 from hpc_ddp.core.run_folder import RunFolder
@@ -28,8 +28,6 @@ from hpc_ddp.node.outcome.requeue.next_start import (
     go_on,
     leave_to_the_user,
 )
-
-AWAY_S = 900.0  # within which a disk comes back, as after a failover of its server
 
 
 def end_for_disk(call: str, environ: dict[str, str], error: OSError) -> int:
