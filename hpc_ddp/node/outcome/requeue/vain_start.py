@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 from hpc_ddp.core.attempt_env import INTERACTIVE
 from hpc_ddp.core.console.terminal import answer, say
@@ -58,7 +59,9 @@ def go_on_after_failed_setup(environ: dict[str, str], code: int) -> int:
     disk, may come back, so the run goes on (`_start_again`), and the code is 0 if it does. Else it
     is `code`, as in an allocation."""
     try:
-        has_worked = INTERACTIVE not in environ and bool(run_of_job(environ).attempts())
+        has_worked = INTERACTIVE not in environ and bool(
+            run_of_job(environ, makes=False).attempts()
+        )
     except (OSError, HpcDdpError):
         has_worked = False
     if not has_worked:
@@ -77,10 +80,10 @@ def _start_again(environ: dict[str, str], pauses_s: Sequence[float] = (0.0,)) ->
     if INTERACTIVE in environ:
         return leave_to_the_user(environ)
     try:
-        run = run_of_job(environ)
+        run = run_of_job(environ, makes=False)
         left_s = float(environ.get("HPC_DDP_END_TIME") or math.inf) - time.time() - VERDICT_S
         patience_s = min(AWAY_S, left_s)
-        spec = JobSpec.from_json(patiently(run.job_json.read_bytes, patience_s))
+        spec = patiently(partial(_spec_of, run), patience_s)
         start = patiently(partial(_this_start, run, spec, environ), patience_s)
         job = ask_about_job(start.job_id, give_up=start.give_up)
         # By a preemption, say, of which a job's record tells no more once Slurm has requeued it.
@@ -99,6 +102,13 @@ def _start_again(environ: dict[str, str], pauses_s: Sequence[float] = (0.0,)) ->
     if code == 0 and not was_taken:
         say(f"starts that came to nothing: {count} of at most {spec.max_failures}")
     return code
+
+
+def _spec_of(run: RunFolder) -> JobSpec:
+    """Return a run's job, of a task for whose folder the disk has had no room that of its array.
+    Raises OSError where it can't be read, UsageError where it is broken."""
+    paths = run.job_json, RunFolder(run.whole).job_json
+    return JobSpec.from_json(next(filter(Path.exists, paths), paths[-1]).read_bytes())
 
 
 def _this_start(run: RunFolder, spec: JobSpec, environ: dict[str, str]) -> EndedStart:

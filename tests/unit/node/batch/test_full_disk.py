@@ -196,6 +196,22 @@ def test_preemptions_before_an_attempt_are_not_bounded(
     assert read_json(run.vain_jobs) == {"7": 0}
 
 
+def test_a_task_without_room_for_its_folder_is_waited_for(
+    controller: Slurm,
+    run: RunFolder,
+    printed: list[str],
+    patience: Clock,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    write_spec(run, array="0-1")
+    monkeypatch.setattr(RunFolder, "make", raise_disk_full)
+    answer_scontrol(controller, show_job(restarts=1))
+    values = {"SLURM_ARRAY_JOB_ID": "6", "SLURM_ARRAY_TASK_ID": "1", "SLURM_RESTART_COUNT": "1"}
+    assert _begin(monkeypatch, run, **values) == 0
+    changes = [words for words in controller.calls("scontrol") if words[0] != "show"]
+    assert changes == [["requeue", "6_1"], ["update", "JobId=6_1", "StartTime=now+600"]]
+
+
 def test_no_new_job_is_queued_that_nothing_would_bound(
     controller: Slurm, run: RunFolder, printed: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
