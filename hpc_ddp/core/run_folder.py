@@ -65,6 +65,8 @@ class RunFolder:
     # job the next job that it has queued.
     early_links = PathIn("early-links.json")
     vain_jobs = PathIn("vain-jobs.json")
+    # By a job's id the unix time before which it is not to start, until Slurm has taken that.
+    pauses = PathIn("pauses.json")
     # The note by which a start that Slurm has not accepted is undone.
     start_note = PathIn(".before-start.json")
     # The file that exists once the user has cancelled the run: nothing may requeue it then.

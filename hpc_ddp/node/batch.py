@@ -302,6 +302,8 @@ def _call(argv: list[str], environ: dict[str, str]) -> int:
     with the batch shell."""
     try:
         match argv:
+            case ["first-job" | "begin"] if vain_start.keep_pause(environ):
+                answer("exit 0")
             case ["first-job"]:
                 run = run_of_job(environ)
                 patiently(run.job_json.read_bytes)  # a disk that is away has no attempts

@@ -306,6 +306,7 @@ def forget_early_links(run: RunFolder) -> None:
     where the disk refuses."""
     run.early_links.unlink(missing_ok=True)
     run.vain_jobs.unlink(missing_ok=True)
+    run.pauses.unlink(missing_ok=True)
 
 
 def _queue_link(

@@ -19,20 +19,20 @@ class JobChange(NamedTuple):
     refused: str = ""
 
 
-def change_job(job_id: str, changes: Sequence[JobChange]) -> None:
+def change_job(job_id: str, changes: Sequence[JobChange]) -> bool:
     """Have Slurm make `changes` of a waiting job, all in one call: little time may be left. Where
-    Slurm refuses that, each is tried alone. Changes that are made and refusals are printed."""
+    Slurm refuses that, each is tried alone. Changes that are made and refusals are printed. Return
+    whether all were made."""
     if not changes:
-        return
+        return True
     try:
         slurm.update_job(job_id, *(change.setting for change in changes))
     except HpcDdpError as error:
         if len(changes) == 1:
             say(f"{changes[0].refused}{error.message}")
-            return
-        for change in changes:
-            change_job(job_id, [change])
-        return
+            return False
+        return all([change_job(job_id, [change]) for change in changes])
     for change in changes:
         if change.done:
             say(change.done)
+    return True

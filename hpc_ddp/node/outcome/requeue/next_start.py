@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from hpc_ddp import slurm
 from hpc_ddp.core.attempt_env import AttemptEnv
 from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.errors import CAN_GO_ON, HpcDdpError
-from hpc_ddp.core.file_io import read_json, read_seconds
+from hpc_ddp.core.file_io import read_json, read_seconds, write_json
 from hpc_ddp.core.job.attempt_folder import AttemptFolder
 from hpc_ddp.core.job.job_ref import JobRef
 from hpc_ddp.core.job.options import JobSpec
@@ -48,7 +49,8 @@ class EndedStart:
 
     `attempt` is the attempt of this start, None where the start came to nothing before one began.
     `newest` is the number of the run's newest attempt, -1 without any, and `restarts` the job's
-    restart count, both as this start knows them. The next start is put off by `pause_s` seconds.
+    restart count, both as this start knows them. The next start is put off by `pause_s` seconds;
+    `is_early` is True where that is the rest of a pause that Slurm has not kept.
     """
 
     run: RunFolder
@@ -58,6 +60,7 @@ class EndedStart:
     newest: int
     attempt: AttemptFolder | None = None
     pause_s: float = 0.0
+    is_early: bool = False
 
     @property
     def job_id(self) -> str:
@@ -92,6 +95,18 @@ class EndedStart:
         except OSError as error:  # no room for its record: a requeue needs none
             say(str(error))
             return None
+
+    def change_next(self, job_id: str, changes: Sequence[JobChange]) -> None:
+        """Have Slurm make `changes` of the job that goes on (`change_job`). Its pause is noted
+        until Slurm has taken it: a busy Slurm may start the job before, and such a start is put off
+        once (`vain_start.keep_pause`). A disk that refuses the note is passed over."""
+        pauses = self.run.pauses
+        with suppress(OSError):
+            if self.pause_s and not self.is_early:
+                write_json(pauses, {job_id: time.time() + self.pause_s})
+        if change_job(job_id, changes) or self.is_early:
+            with suppress(OSError):
+                pauses.unlink(missing_ok=True)
 
 
 def last_moment(attempt: AttemptFolder, environ: Mapping[str, str]) -> float:
@@ -134,7 +149,7 @@ def go_on(start: EndedStart, job: Job | None = None) -> int:
             return leave_to_the_user(start.environ)
     elif link:
         changes = exclusion_of(start.run, link.id, give_up)
-        change_job(link.id, [*changes, *_pause(link.id, start.pause_s)])
+        start.change_next(link.id, [*changes, *_pause(link.id, start.pause_s)])
         return 0
     return _Tries(start, give_up, job).make()
 
@@ -193,7 +208,7 @@ class _Tries:
         """Return the exit code where the job is in another start, or over; None for neither."""
         start, restarts = self.start, self.start.restarts
         if self.may_be_done and job.restarts == restarts + 1:  # by the requeue without an answer
-            change_job(start.job_id, self._changes_of_next(job))
+            start.change_next(start.job_id, self._changes_of_next(job))
             return 0
         if job.restarts != restarts or not start.run.is_newest(start.newest):
             say(f"job {start.job_id} was started again, or its run goes on elsewhere: left alone")
@@ -211,7 +226,7 @@ class _Tries:
         if not (link := self.start.queue_new_job(self.give_up)):
             return self._note_refusal()
         say(f"it goes on as job {link.id}")
-        change_job(link.id, _pause(link.id, self.start.pause_s))
+        self.start.change_next(link.id, _pause(link.id, self.start.pause_s))
         return 0
 
     def _requeue(self, job: Job) -> int | None:
@@ -236,7 +251,7 @@ class _Tries:
         except HpcDdpError as error:
             say(error.message)
             return self._note_refusal()
-        change_job(self.start.job_id, self._changes_of_next(job))
+        self.start.change_next(self.start.job_id, self._changes_of_next(job))
         return 0  # at once: Slurm would wait KillWait for a shell that lives on
 
     def _note_refusal(self) -> int | None:

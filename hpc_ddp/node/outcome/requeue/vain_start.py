@@ -15,13 +15,13 @@ from pathlib import Path
 from hpc_ddp.core.attempt_env import INTERACTIVE
 from hpc_ddp.core.console.terminal import answer, say
 from hpc_ddp.core.errors import HpcDdpError
-from hpc_ddp.core.file_io import AWAY_S, patiently
+from hpc_ddp.core.file_io import AWAY_S, patiently, read_json
 from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.job.task_folder import run_of_job
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node.outcome.bounds import PAUSES_S
 from hpc_ddp.node.outcome.requeue.attempt_end import noted_restarts
-from hpc_ddp.node.outcome.requeue.chain import record_vain_start
+from hpc_ddp.node.outcome.requeue.chain import own_id, record_vain_start
 from hpc_ddp.node.outcome.requeue.next_start import (
     VERDICT_S,
     EndedStart,
@@ -29,6 +29,8 @@ from hpc_ddp.node.outcome.requeue.next_start import (
     go_on,
     leave_to_the_user,
 )
+
+LAST_S = 60.0  # of a pause, in which a start is not put off
 
 
 def end_for_disk(call: str, environ: dict[str, str], error: OSError) -> int:
@@ -71,9 +73,26 @@ def go_on_after_failed_setup(environ: dict[str, str], code: int) -> int:
     return 0 if _start_again(environ, PAUSES_S) == 0 else code
 
 
+def keep_pause(environ: dict[str, str]) -> bool:
+    """Return whether this start comes before its pause is over, and has been put off by the rest of
+    it (`_start_again`): Slurm has not taken the pause. Raise as `run_of_job`."""
+    if INTERACTIVE in environ or not _left_of_pause(run_of_job(environ, makes=False), environ):
+        return False
+    say("Slurm has started the job before the end of its pause")
+    return _start_again(environ) == 0
+
+
+def _left_of_pause(run: RunFolder, environ: dict[str, str]) -> float:
+    """Return the seconds that are left of the pause that is noted for this job; 0 without one, and
+    in its last minute, since a requeue takes two."""
+    left_s = read_json(run.pauses).get(own_id(environ), 0.0) - time.time()
+    return left_s if left_s > LAST_S else 0.0
+
+
 def _start_again(environ: dict[str, str], pauses_s: Sequence[float] = (0.0,)) -> int:
     """Have the run go on (`go_on`) after a start or verdict that has come to nothing by no fault of
-    the run, put off by one of `pauses_s` after the other, or else the last. Return 0 if it does,
+    the run, put off by one of `pauses_s` after the other, or else the last, or by what is left of
+    its pause. Return 0 if it does,
     else `CAN_GO_ON`, with the command for the user printed: in an allocation, after more than
     ``max_failures`` starts in vain in a row, unless Slurm took this one away, where a bound permits
     no start, or where job.json or the run's folder can't be used."""
@@ -86,10 +105,12 @@ def _start_again(environ: dict[str, str], pauses_s: Sequence[float] = (0.0,)) ->
         spec = patiently(partial(_spec_of, run), patience_s)
         start = patiently(partial(_this_start, run, spec, environ), patience_s)
         job = ask_about_job(start.job_id, give_up=start.give_up)
+        left_s = _left_of_pause(run, environ)
         # By a preemption, say, of which a job's record tells no more once Slurm has requeued it.
-        was_taken = bool(job and (job.preempted or job.restarts > start.restarts))
+        was_taken = bool(left_s or (job and (job.preempted or job.restarts > start.restarts)))
         count = _count_vain_starts(start, environ, was_taken)
-        start = replace(start, pause_s=pauses_s[min(max(count, 1), len(pauses_s)) - 1])
+        pause_s = left_s or pauses_s[min(max(count, 1), len(pauses_s)) - 1]
+        start = replace(start, pause_s=pause_s, is_early=bool(left_s))
         limit = math.inf if spec.max_requeues is None else spec.max_requeues
         is_over_limit = start.restarts >= min(run.most_requeues, limit)
         if is_over_limit or (count > spec.max_failures and not was_taken):

@@ -26,7 +26,9 @@ from unit.node.batch.fakes import END, answer_scontrol, show_job
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return stop_clock(
-        monkeypatch, batch, end_time, excluded_nodes, next_start, attempt_end, slurm, now=END - 1000
+        monkeypatch,
+        *(batch, end_time, excluded_nodes, next_start, attempt_end, slurm, vain_start),
+        now=END - 1000,
     )
 
 

@@ -212,6 +212,40 @@ def test_a_task_without_room_for_its_folder_is_waited_for(
     assert changes == [["requeue", "6_1"], ["update", "JobId=6_1", "StartTime=now+600"]]
 
 
+@pytest.mark.parametrize("is_refused", [False, True])
+@pytest.mark.parametrize("cause", ["begin", "first-job", "failed"])
+def test_a_start_before_the_end_of_its_pause_is_put_off_once(
+    controller: Slurm,
+    run: RunFolder,
+    clock: Clock,
+    printed: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    cause: str,
+    is_refused: bool,
+) -> None:
+    """Slurm has refused to put the job off."""
+    run.claim_attempt({"job_id": "7", "nodes": ["n1"], "restarts": 0}, lambda info: False)
+    write_json(run.pauses, {"7": clock.now + 400})
+    write_json(run.vain_jobs, {"7": 2})
+    shown = controller.folder / "shown"
+    shown.write_text(show_job(restarts=2))
+    refusal = "[ $1 = update ] && { echo denied >&2; exit 1; };" * is_refused
+    nodes = "[ $2 = hostnames ] && printf 'n1\\nn2\\n' && exit"
+    slurm.show_job("7")  # takes the first answer, that of `controller`
+    controller.answer_by("scontrol", f"{refusal} {nodes}; cat {shown}")
+    words = [cause, "1"] if cause == "failed" else [cause]
+    assert _call(monkeypatch, run, *words, SLURM_RESTART_COUNT="2") == 0
+    assert ("exit 0" in capsys.readouterr().out) is (cause != "failed")
+    changes = [words for words in controller.calls("scontrol") if words[0] != "show"]
+    assert changes == [["requeue", "7"], ["update", "JobId=7", "StartTime=now+400"]]
+    assert read_json(run.vain_jobs) == {"7": 2}  # it does not count
+    assert not run.pauses.exists()
+    shown.write_text(show_job(restarts=3))
+    assert _begin(monkeypatch, run, SLURM_RESTART_COUNT="3") == 0
+    assert run.attempt(1).path.is_dir()
+
+
 def test_no_new_job_is_queued_that_nothing_would_bound(
     controller: Slurm, run: RunFolder, printed: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

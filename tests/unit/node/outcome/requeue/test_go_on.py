@@ -75,6 +75,7 @@ def test_a_job_is_put_off_by_the_verdicts_pause(
     slurm_commands: Slurm,
     end: Callable[..., int],
     run: RunFolder,
+    clock: Clock,
     printed: list[str],
     is_chain: bool,
 ) -> None:
@@ -88,10 +89,12 @@ def test_a_job_is_put_off_by_the_verdicts_pause(
     assert changes_of(slurm_commands)[-1] == ["update", f"JobId={job_id}", "StartTime=now+600"]
     sooner = f"scontrol update JobId={job_id} StartTime=now+150"
     assert printed == [f"what its start lacks may come back: it waits 10 minutes, or {sooner}"]
+    assert not run.pauses.exists()
     refusal = "case $1 in update) echo Access denied >&2; exit 1;; esac; "
     slurm_commands.answer_by("scontrol", refusal + RUNNING)
     assert end(decided, **options) == 0
     assert printed[1:] == ["scontrol refused: Access denied"]
+    assert read_json(run.pauses) == {job_id: clock.now + 600}  # for the start itself
 
 
 def test_a_limit_that_an_operator_has_raised_stays(
