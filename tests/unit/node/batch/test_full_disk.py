@@ -18,7 +18,7 @@ from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node import batch
 from hpc_ddp.node.outcome.requeue import chain, first_job
 from unit.fakes import Clock, Slurm, raise_disk_full, stop_clock
-from unit.node.batch.fakes import answer_scontrol, job_environ, show_job, write_spec
+from unit.node.batch.fakes import answer_scontrol, call_batch, job_environ, show_job, write_spec
 
 
 def _fill_disk(monkeypatch: pytest.MonkeyPatch, run: RunFolder, error: int = errno.EDQUOT) -> None:
@@ -34,14 +34,8 @@ def _fill_disk(monkeypatch: pytest.MonkeyPatch, run: RunFolder, error: int = err
     monkeypatch.setattr(RunFolder, "_make_attempt", refuse)
 
 
-def _call(monkeypatch: pytest.MonkeyPatch, run: RunFolder, *argv: str, **values: str) -> int:
-    for name, value in job_environ(run, **values).items():
-        monkeypatch.setenv(name, value)
-    return batch.main([*argv])
-
-
 def _begin(monkeypatch: pytest.MonkeyPatch, run: RunFolder, **values: str) -> int:
-    return _call(monkeypatch, run, "begin", **values)
+    return call_batch(monkeypatch, run, "begin", **values)
 
 
 @pytest.fixture
@@ -146,7 +140,7 @@ def test_where_a_requeue_is_refused_a_new_job_goes_on(
     _refuse_requeue(controller)
     with monkeypatch.context() as full:
         _fill_disk(full, run)
-        assert _call(full, run, cause) == 0
+        assert call_batch(full, run, cause) == 0
     assert printed[-3:] == [
         "scontrol refused: disabled",
         "it goes on as job 8",
@@ -169,7 +163,7 @@ def test_starts_in_vain_are_counted_over_jobs(
 ) -> None:
     _refuse_requeue(controller)
     write_json(run.vain_jobs, {"4": 1, "5": 1, "6": 1})
-    assert _call(monkeypatch, run, "cut-off") == CAN_GO_ON
+    assert call_batch(monkeypatch, run, "cut-off") == CAN_GO_ON
     assert printed[1:] == [
         "the job was requeued 0 times, 4 starts came to nothing",
         f"to go on: hpc-ddp submit --run {run.path}",
@@ -189,7 +183,7 @@ def test_preemptions_before_an_attempt_are_not_bounded(
     write_spec(run, max_failures=0)
     preempted = show_job(preempted="2026-11-21T10:00:30")
     answer_scontrol(controller, show_job("COMPLETING", restarts=1) if by_slurm else preempted)
-    assert _call(monkeypatch, run, "cut-off") == 0
+    assert call_batch(monkeypatch, run, "cut-off") == 0
     assert (["requeue", "7"] in controller.calls("scontrol")) is not by_slurm
     left_alone = "job 7 was started again, or its run goes on elsewhere: left alone"
     assert printed == ["Slurm ends the job before its attempt", *[left_alone] * by_slurm]
@@ -212,46 +206,12 @@ def test_a_task_without_room_for_its_folder_is_waited_for(
     assert changes == [["requeue", "6_1"], ["update", "JobId=6_1", "StartTime=now+600"]]
 
 
-@pytest.mark.parametrize("is_refused", [False, True])
-@pytest.mark.parametrize("cause", ["begin", "first-job", "failed"])
-def test_a_start_before_the_end_of_its_pause_is_put_off_once(
-    controller: Slurm,
-    run: RunFolder,
-    clock: Clock,
-    printed: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    cause: str,
-    is_refused: bool,
-) -> None:
-    """Slurm has refused to put the job off."""
-    run.claim_attempt({"job_id": "7", "nodes": ["n1"], "restarts": 0}, lambda info: False)
-    write_json(run.pauses, {"7": clock.now + 400})
-    write_json(run.vain_jobs, {"7": 2})
-    shown = controller.folder / "shown"
-    shown.write_text(show_job(restarts=2))
-    refusal = "[ $1 = update ] && { echo denied >&2; exit 1; };" * is_refused
-    nodes = "[ $2 = hostnames ] && printf 'n1\\nn2\\n' && exit"
-    slurm.show_job("7")  # takes the first answer, that of `controller`
-    controller.answer_by("scontrol", f"{refusal} {nodes}; cat {shown}")
-    words = [cause, "1"] if cause == "failed" else [cause]
-    assert _call(monkeypatch, run, *words, SLURM_RESTART_COUNT="2") == 0
-    assert ("exit 0" in capsys.readouterr().out) is (cause != "failed")
-    changes = [words for words in controller.calls("scontrol") if words[0] != "show"]
-    assert changes == [["requeue", "7"], ["update", "JobId=7", "StartTime=now+400"]]
-    assert read_json(run.vain_jobs) == {"7": 2}  # it does not count
-    assert not run.pauses.exists()
-    shown.write_text(show_job(restarts=3))
-    assert _begin(monkeypatch, run, SLURM_RESTART_COUNT="3") == 0
-    assert run.attempt(1).path.is_dir()
-
-
 def test_no_new_job_is_queued_that_nothing_would_bound(
     controller: Slurm, run: RunFolder, printed: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _refuse_requeue(controller)
     monkeypatch.setattr(chain, "write_json", raise_disk_full)
-    assert _call(monkeypatch, run, "cut-off") == CAN_GO_ON
+    assert call_batch(monkeypatch, run, "cut-off") == CAN_GO_ON
     assert controller.calls("sbatch") == []
     assert printed[-1] == f"to go on: hpc-ddp submit --run {run.path}"
 
@@ -378,7 +338,7 @@ def test_set_up_lines_have_the_variables_of_the_run_or_do_not_run(
         reads = iter([OSError(errno.ESTALE, "Stale file handle")] * 200)
         monkeypatch.setattr(first_job, "count_starts", lambda run: _raise(next(reads)))
     answer_scontrol(controller, show_job(restarts=1))
-    assert _call(monkeypatch, run, "first-job", SLURM_RESTART_COUNT="1") == 0
+    assert call_batch(monkeypatch, run, "first-job", SLURM_RESTART_COUNT="1") == 0
     out = capsys.readouterr().out
     assert ("export SLURM_RESTART_COUNT=1" in out) is not is_away
     assert ("exit 0" in out) is is_away
@@ -410,7 +370,7 @@ def test_set_up_lines_that_have_worked_before_are_run_again(
     write_json(run.vain_jobs, {"5": 0, "7": restarts - 1})  # job 5 was preempted
     answer_scontrol(controller, show_job(restarts=restarts))
     controller.answer("scontrol", "RequeueExit = (null)")
-    code_now = _call(monkeypatch, run, "failed", "3", SLURM_RESTART_COUNT=str(restarts))
+    code_now = call_batch(monkeypatch, run, "failed", "3", SLURM_RESTART_COUNT=str(restarts))
     assert code_now == code
     changes = [words for words in controller.calls("scontrol") if words[0] != "show"]
     update = [["update", "JobId=7", f"StartTime=now+{pause}"]] if pause else []
