@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hpc_ddp.core.console.terminal import say
+from hpc_ddp.core.console.units import plural
 from hpc_ddp.core.errors import HpcDdpError
 from hpc_ddp.core.file_io import list_names, make_private, read_json, write_json
 from hpc_ddp.core.job.attempt_folder import AttemptFolder, PathIn
@@ -137,6 +138,18 @@ class RunFolder:
         limit can be read."""
         most = read_json(RunFolder(self.whole).limits_json).get("max-requeues")
         return most if isinstance(most, int) else math.inf
+
+    @property
+    def vain_starts(self) -> int:
+        """How many starts have come to nothing, by no preemption, since the newest attempt."""
+        return sum(n for n in read_json(self.vain_jobs).values() if isinstance(n, int))
+
+    @property
+    def vain_text(self) -> str:
+        """`vain_starts` in words, as ``2 starts came to nothing: its output says why``; '' for
+        none."""
+        count = self.vain_starts
+        return f"{plural(count, 'start')} came to nothing: its output says why" if count else ""
 
     @property
     def slurm_out(self) -> Path:
