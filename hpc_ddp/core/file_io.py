@@ -27,7 +27,6 @@ from typing import Any, NamedTuple, TypeVar
 T = TypeVar("T")
 
 PATIENCE_S = 60.0  # of `patiently`
-AWAY_S = 900.0  # within which a disk comes back, as after a failover of its server
 WORD_BYTES = 1 << 16  # read by `read_word`
 MOST_TEXT_BYTES = 1 << 26  # of one file: a sparse file of terabytes must not fill the memory
 SMALL_BYTES = 1 << 16  # of `SmallFile`

@@ -25,17 +25,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from hpc_ddp.core.attempt_env import AttemptEnv
+from hpc_ddp.core.attempt_env import AWAY_S, AttemptEnv
 from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.errors import HpcDdpError
-from hpc_ddp.core.file_io import (
-    AWAY_S,
-    make_folders,
-    patiently,
-    read_seconds,
-    read_word,
-    write_json,
-)
+from hpc_ddp.core.file_io import make_folders, patiently, read_seconds, read_word, write_json
 from hpc_ddp.core.journal.enums import NoticeSource
 from hpc_ddp.core.journal.events import NoticeGiven
 from hpc_ddp.core.process import STOOD_STILL_S, signal_from_pid_files

@@ -12,10 +12,10 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from hpc_ddp.core.attempt_env import INTERACTIVE
+from hpc_ddp.core.attempt_env import AWAY_S, INTERACTIVE
 from hpc_ddp.core.console.terminal import answer, say
 from hpc_ddp.core.errors import HpcDdpError
-from hpc_ddp.core.file_io import AWAY_S, patiently, read_json
+from hpc_ddp.core.file_io import patiently, read_json
 from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.job.task_folder import run_of_job
 from hpc_ddp.core.run_folder import RunFolder
