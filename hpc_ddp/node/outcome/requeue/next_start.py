@@ -86,8 +86,8 @@ class EndedStart:
 
     def queue_new_job(self, give_up: float) -> JobRef | None:
         """Queue a new job that continues the run, and return it; None where Slurm refuses it, or
-        does not answer until `give_up`, which is printed, and, without an
-        attempt, where the disk refuses its record. Raise OSError as `queue_next_link`."""
+        does not answer until `give_up`, and, without an attempt, where the disk refuses its
+        record; this is printed. Raise OSError as `queue_next_link`."""
         if self.attempt:
             return queue_next_link(self.run, self.attempt, self.environ, give_up)
         try:

@@ -61,12 +61,10 @@ def go_on_after_failed_setup(environ: dict[str, str], code: int) -> int:
     disk, may come back, so the run goes on (`_start_again`), and the code is 0 if it does. Else it
     is `code`, as in an allocation."""
     try:
-        has_worked = INTERACTIVE not in environ and bool(
-            run_of_job(environ, makes=False).attempts()
-        )
-    except (OSError, HpcDdpError):
+        has_worked = bool(run_of_job(environ, makes=False).attempts())
+    except OSError:
         has_worked = False
-    if not has_worked:
+    if INTERACTIVE in environ or not has_worked:
         say(f"the set-up lines have ended the job, with code {code}: nothing was started")
         return code
     say(f"the set-up lines have ended with code {code}; in an earlier start they did not")
@@ -91,36 +89,37 @@ def _left_of_pause(run: RunFolder, environ: dict[str, str]) -> float:
 
 def _start_again(environ: dict[str, str], pauses_s: Sequence[float] = (0.0,)) -> int:
     """Have the run go on (`go_on`) after a start or verdict that has come to nothing by no fault of
-    the run, put off by one of `pauses_s` after the other, or else the last, or by what is left of
-    its pause. Return 0 if it does,
-    else `CAN_GO_ON`, with the command for the user printed: in an allocation, after more than
-    ``max_failures`` starts in vain in a row, unless Slurm took this one away, where a bound permits
-    no start, or where job.json or the run's folder can't be used."""
+    the run, put off by the rest of its pause, or by one of `pauses_s` after the other, or else the
+    last. Return 0 if it does, else `CAN_GO_ON`, with the command for the user printed: in an
+    allocation, after more than ``max_failures`` starts in vain in a row, unless this one is excused
+    (it was early, or Slurm took it away), where a bound permits no start, or where job.json or the
+    run's folder can't be used."""
     if INTERACTIVE in environ:
         return leave_to_the_user(environ)
     try:
         run = run_of_job(environ, makes=False)
-        left_s = float(environ.get("HPC_DDP_END_TIME") or math.inf) - time.time() - VERDICT_S
-        patience_s = min(AWAY_S, left_s)
+        end = float(environ.get("HPC_DDP_END_TIME") or math.inf) - VERDICT_S
+        patience_s = min(AWAY_S, end - time.time())
         spec = patiently(partial(_spec_of, run), patience_s)
         start = patiently(partial(_this_start, run, spec, environ), patience_s)
         job = ask_about_job(start.job_id, give_up=start.give_up)
         left_s = _left_of_pause(run, environ)
         # By a preemption, say, of which a job's record tells no more once Slurm has requeued it.
-        was_taken = bool(left_s or (job and (job.preempted or job.restarts > start.restarts)))
-        count = _count_vain_starts(start, environ, was_taken)
+        was_taken = job is not None and (job.preempted or job.restarts > start.restarts)
+        is_excused = was_taken or left_s > 0
+        count = _count_vain_starts(start, environ, is_excused)
         pause_s = left_s or pauses_s[min(max(count, 1), len(pauses_s)) - 1]
-        start = replace(start, pause_s=pause_s, is_early=bool(left_s))
+        start = replace(start, pause_s=pause_s, is_early=left_s > 0)
         limit = math.inf if spec.max_requeues is None else spec.max_requeues
         is_over_limit = start.restarts >= min(run.most_requeues, limit)
-        if is_over_limit or (count > spec.max_failures and not was_taken):
+        if is_over_limit or (count > spec.max_failures and not is_excused):
             say(f"the job was requeued {start.restarts} times, {count} starts came to nothing")
             return leave_to_the_user(environ)
         code = go_on(start, job)
     except (OSError, HpcDdpError) as error:
         say(str(error))
         return leave_to_the_user(environ)
-    if code == 0 and not was_taken:
+    if code == 0 and not is_excused:
         say(f"starts that came to nothing: {count} of at most {spec.max_failures}")
     return code
 
@@ -135,22 +134,22 @@ def _spec_of(run: RunFolder) -> JobSpec:
 def _this_start(run: RunFolder, spec: JobSpec, environ: dict[str, str]) -> EndedStart:
     """Return this start of the job. Raises OSError where the run's folder can't be read."""
     job_id, attempts, restarts = environ["SLURM_JOB_ID"], run.attempts(), noted_restarts(environ)
-    newest = attempts[-1] if attempts else None
-    number = newest.number if newest else -1
-    is_of_start = newest and newest.info.get("job_id") == job_id
-    attempt = newest if is_of_start and newest and newest.info["restarts"] == restarts else None
-    return EndedStart(run, spec, environ, restarts, number, attempt)
+    if not attempts:
+        return EndedStart(run, spec, environ, restarts, newest=-1)
+    newest, start = attempts[-1], {"job_id": job_id, "restarts": restarts}
+    attempt = newest if start.items() <= newest.info.items() else None
+    return EndedStart(run, spec, environ, restarts, newest.number, attempt)
 
 
-def _count_vain_starts(start: EndedStart, environ: dict[str, str], was_taken: bool) -> int:
+def _count_vain_starts(start: EndedStart, environ: dict[str, str], is_excused: bool) -> int:
     """Record a start that has begun no attempt, and return how many have come to nothing since the
-    run's newest attempt, this one included unless Slurm has taken it away (`was_taken`); 0 after an
-    attempt. Where the disk has no room for the record, each start of the job since its newest
-    attempt counts, whatever has ended it. Raises OSError where the run's folder can't be read."""
+    run's newest attempt, this one included unless it `is_excused`; 0 after an attempt. Where the
+    disk has no room for the record, each start of the job since its newest attempt counts, whatever
+    has ended it. Raises OSError where the run's folder can't be read."""
     if start.attempt:
         return 0
     try:
-        return record_vain_start(start.run, environ, not was_taken)
+        return record_vain_start(start.run, environ, not is_excused)
     except OSError:
         numbers = [
             attempt.info["restarts"]
