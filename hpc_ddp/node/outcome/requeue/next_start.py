@@ -26,7 +26,7 @@ from hpc_ddp.node.outcome.requeue.chain import (
     command_to_go_on,
     early_end_of,
     own_id,
-    queue_link_in_vain,
+    queue_next_early,
     queue_next_link,
 )
 from hpc_ddp.node.outcome.requeue.excluded_nodes import exclusion_of
@@ -90,11 +90,10 @@ class EndedStart:
         record; this is printed. Raise OSError as `queue_next_link`."""
         if self.attempt:
             return queue_next_link(self.run, self.attempt, self.environ, give_up)
-        try:
-            return queue_link_in_vain(self.run, self.environ, give_up)
-        except OSError as error:  # no room for its record: a requeue needs none
-            say(str(error))
-            return None
+        if self.environ["SLURM_JOB_ID"] in read_json(self.run.vain_jobs):
+            return queue_next_early(self.run, self.environ, give_up)
+        say("no new job, whose number nothing would bound: the disk refuses to note this start")
+        return None
 
     def change_next(self, job_id: str, changes: Sequence[JobChange]) -> None:
         """Have Slurm make `changes` of the job that goes on (`change_job`). Its pause is noted
