@@ -306,9 +306,7 @@ def _call(argv: list[str], environ: dict[str, str]) -> int:
                 answer("exit 0")
             case ["first-job"]:
                 run = run_of_job(environ)
-                patiently(run.job_json.read_bytes)  # a disk that is away has no attempts
-                starts = patiently(partial(first_job.count_starts, run))
-                variables = partial(first_job.variables, run, starts, environ)
+                variables = partial(first_job.variables, run, None, environ)
                 answer(export_lines(patiently(variables)))
             case ["queue-next"]:
                 queue_next(environ)

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from hpc_ddp import slurm
+from hpc_ddp.core import file_io
 from hpc_ddp.core.job.attempt_folder import AttemptFolder
 from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.run_folder import RunFolder
@@ -30,6 +31,12 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
         *(batch, end_time, excluded_nodes, next_start, attempt_end, slurm, vain_start),
         now=END - 1000,
     )
+
+
+@pytest.fixture
+def patience(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The clock of all that waits for the disk."""
+    return stop_clock(monkeypatch, file_io)
 
 
 @pytest.fixture

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 
 from hpc_ddp import slurm
-from hpc_ddp.core import file_io, run_folder
+from hpc_ddp.core import run_folder
 from hpc_ddp.core.errors import CAN_GO_ON
 from hpc_ddp.core.file_io import read_json, write_json
 from hpc_ddp.core.job.attempt_folder import AttemptFolder
 from hpc_ddp.core.job.job_ref import JobRef
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node import batch
-from hpc_ddp.node.outcome.requeue import chain, first_job
-from unit.fakes import Clock, Slurm, raise_disk_full, stop_clock
+from hpc_ddp.node.outcome.requeue import chain
+from unit.fakes import Clock, Slurm, raise_disk_full
 from unit.node.batch.fakes import answer_scontrol, call_batch, job_environ, show_job, write_spec
 
 
@@ -36,12 +36,6 @@ def _fill_disk(monkeypatch: pytest.MonkeyPatch, run: RunFolder, error: int = err
 
 def _begin(monkeypatch: pytest.MonkeyPatch, run: RunFolder, **values: str) -> int:
     return call_batch(monkeypatch, run, "begin", **values)
-
-
-@pytest.fixture
-def patience(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """The clock of all that waits for the disk."""
-    return stop_clock(monkeypatch, file_io)
 
 
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EDQUOT])
@@ -320,34 +314,6 @@ def test_a_job_that_is_over_is_not_requeued_for_its_disk(
         "interactive": f"to go on: hpc-ddp submit --run {run.path}",
     }[reason]
     assert line in printed
-
-
-@pytest.mark.parametrize("is_away", [True, False])
-def test_set_up_lines_have_the_variables_of_the_run_or_do_not_run(
-    controller: Slurm,
-    run: RunFolder,
-    printed: list[str],
-    patience: Clock,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    is_away: bool,
-) -> None:
-    """Without SLURM_RESTART_COUNT some lines delete what an earlier start has saved."""
-    run.claim_attempt({"job_id": "7", "nodes": ["n1"], "restarts": 0}, lambda info: False)
-    if is_away:
-        reads = iter([OSError(errno.ESTALE, "Stale file handle")] * 200)
-        monkeypatch.setattr(first_job, "count_starts", lambda run: _raise(next(reads)))
-    answer_scontrol(controller, show_job(restarts=1))
-    assert call_batch(monkeypatch, run, "first-job", SLURM_RESTART_COUNT="1") == 0
-    out = capsys.readouterr().out
-    assert ("export SLURM_RESTART_COUNT=1" in out) is not is_away
-    assert ("exit 0" in out) is is_away
-    assert (["requeue", "7"] in controller.calls("scontrol")) is is_away
-    assert (sum(patience.slept) > 50.0) is is_away
-
-
-def _raise(error: OSError) -> None:
-    raise error
 
 
 @pytest.mark.parametrize(
