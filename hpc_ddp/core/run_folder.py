@@ -140,15 +140,10 @@ class RunFolder:
         return most if isinstance(most, int) else math.inf
 
     @property
-    def vain_starts(self) -> int:
-        """How many starts have come to nothing, by no preemption, since the newest attempt."""
-        return sum(n for n in read_json(self.vain_jobs).values() if isinstance(n, int))
-
-    @property
     def vain_text(self) -> str:
-        """`vain_starts` in words, as ``2 starts came to nothing: its output says why``; '' for
-        none."""
-        count = self.vain_starts
+        """How many starts have come to nothing, by no preemption, since the newest attempt, as
+        ``2 starts came to nothing: its output says why``; '' for none."""
+        count = sum(n for n in read_json(self.vain_jobs).values() if isinstance(n, int))
         return f"{plural(count, 'start')} came to nothing: its output says why" if count else ""
 
     @property

@@ -16,7 +16,7 @@ from typing import Any
 
 from hpc_ddp import slurm
 from hpc_ddp.core.console.terminal import say
-from hpc_ddp.core.errors import HpcDdpError
+from hpc_ddp.core.errors import CAN_GO_ON, HpcDdpError
 from hpc_ddp.core.file_io import read_json, write_json
 from hpc_ddp.core.job.attempt_folder import AttemptFolder
 from hpc_ddp.core.job.job_ref import JobRef
@@ -282,7 +282,7 @@ def record_vain_start(run: RunFolder, environ: Mapping[str, str], is_counted: bo
     jobs, job_id = read_json(run.vain_jobs), environ["SLURM_JOB_ID"]
     jobs[job_id] = int(jobs.get(job_id, 0)) + is_counted
     _write_link(run, run.vain_jobs, jobs)
-    return run.vain_starts
+    return sum(map(int, jobs.values()))
 
 
 def forget_early_links(run: RunFolder) -> None:
@@ -363,3 +363,9 @@ def command_to_go_on(environ: Mapping[str, str]) -> str:
     run = Path(environ.get("HPC_DDP_RUN", "RUN"))
     task = run / f"task-{environ.get('SLURM_ARRAY_TASK_ID')}"
     return f"hpc-ddp submit --run {shlex.quote(str(task if task.is_dir() else run))}"
+
+
+def leave_to_the_user(environ: Mapping[str, str]) -> int:
+    """Print the command by which the user continues the run; return the exit code `CAN_GO_ON`."""
+    say(f"to go on: {command_to_go_on(environ)}")
+    return CAN_GO_ON

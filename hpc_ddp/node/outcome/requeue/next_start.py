@@ -23,8 +23,8 @@ from hpc_ddp.core.job.job_ref import JobRef
 from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node.outcome.requeue.chain import (
-    command_to_go_on,
     early_end_of,
+    leave_to_the_user,
     own_id,
     queue_next_early,
     queue_next_link,
@@ -309,9 +309,3 @@ def _full_limit(spec: JobSpec, limit_s: float | None) -> list[JobChange]:
         return []
     text = f"the next attempt has the time limit of this one, and not {spec.time}: "
     return [JobChange(f"TimeLimit={spec.time}", refused=text)]
-
-
-def leave_to_the_user(environ: Mapping[str, str]) -> int:
-    """Print the command by which the user continues the run; return the exit code `CAN_GO_ON`."""
-    say(f"to go on: {command_to_go_on(environ)}")
-    return CAN_GO_ON

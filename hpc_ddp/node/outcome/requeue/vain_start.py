@@ -21,14 +21,8 @@ from hpc_ddp.core.job.task_folder import run_of_job
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node.outcome.bounds import PAUSES_S
 from hpc_ddp.node.outcome.requeue.attempt_end import noted_restarts
-from hpc_ddp.node.outcome.requeue.chain import own_id, record_vain_start
-from hpc_ddp.node.outcome.requeue.next_start import (
-    VERDICT_S,
-    EndedStart,
-    ask_about_job,
-    go_on,
-    leave_to_the_user,
-)
+from hpc_ddp.node.outcome.requeue.chain import leave_to_the_user, own_id, record_vain_start
+from hpc_ddp.node.outcome.requeue.next_start import VERDICT_S, EndedStart, ask_about_job, go_on
 
 LAST_S = 60.0  # of a pause, in which a start is not put off
 
