@@ -30,7 +30,7 @@ from hpc_ddp.node.outcome.requeue.chain import (
     queue_next_link,
 )
 from hpc_ddp.node.outcome.requeue.excluded_nodes import exclusion_of
-from hpc_ddp.node.outcome.requeue.job_change import JobChange, change_job
+from hpc_ddp.node.outcome.requeue.job_change import JobChange, change_job, full_limit, pause_of
 from hpc_ddp.slurm_text import HAS_NO_NODES, Job
 
 PAUSE_S = 5.0
@@ -148,7 +148,7 @@ def go_on(start: EndedStart, job: Job | None = None) -> int:
             return leave_to_the_user(start.environ)
     elif link:
         changes = exclusion_of(start.run, link.id, give_up)
-        start.change_next(link.id, [*changes, *_pause(link.id, start.pause_s)])
+        start.change_next(link.id, [*changes, *pause_of(link.id, start.pause_s)])
         return 0
     return _Tries(start, give_up, job).make()
 
@@ -225,7 +225,7 @@ class _Tries:
         if not (link := self.start.queue_new_job(self.give_up)):
             return self._note_refusal()
         say(f"it goes on as job {link.id}")
-        self.start.change_next(link.id, _pause(link.id, self.start.pause_s))
+        self.start.change_next(link.id, pause_of(link.id, self.start.pause_s))
         return 0
 
     def _requeue(self, job: Job) -> int | None:
@@ -274,8 +274,8 @@ class _Tries:
             start = self.start
             self.changes = exclusion_of(start.run, start.job_id, self.give_up)
             if not job.preempted:  # such a job can't be changed otherwise before its next start
-                self.changes += _full_limit(start.spec, job.limit_s)
-                self.changes += _pause(start.job_id, start.pause_s)
+                self.changes += full_limit(start.spec, job.limit_s)
+                self.changes += pause_of(start.job_id, start.pause_s)
         return self.changes
 
 
@@ -286,26 +286,3 @@ def is_over(job: Job) -> bool:
     is_taken_away = job.preempted or job.reason == "TimeLimit"
     has_ended = job.is_cancelled or (job.state in HAS_NO_NODES and job.state != "COMPLETING")
     return has_ended and not is_taken_away
-
-
-def _pause(job_id: str, pause_s: float) -> list[JobChange]:
-    """Return the change by which a waiting job starts in `pause_s` seconds at the earliest; [] for
-    0."""
-    if not pause_s:
-        return []
-    # Slurm fails a job that starts within cred_expire (120 s) of its requeue.
-    sooner = f"scontrol update JobId={job_id} StartTime=now+150"
-    done = f"what its start lacks may come back: it waits {pause_s / 60:.0f} minutes, or {sooner}"
-    return [JobChange(f"StartTime=now+{pause_s:.0f}", done)]
-
-
-def _full_limit(spec: JobSpec, limit_s: float | None) -> list[JobChange]:
-    """Return the change by which a waiting job with ``--time-min`` has its ``--time`` again; [] for
-    a job without ``--time-min``, or where `limit_s` is no shorter than ``--time``.
-
-    `limit_s` is the limit in seconds that Slurm chose for this attempt (None: not known). The
-    requeued job would keep it, and a user may raise a limit only while the job waits."""
-    if not spec.time_min or (limit_s or 0) >= (spec.time_s or math.inf):
-        return []
-    text = f"the next attempt has the time limit of this one, and not {spec.time}: "
-    return [JobChange(f"TimeLimit={spec.time}", refused=text)]
