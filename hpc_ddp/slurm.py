@@ -118,7 +118,7 @@ def _run_patiently(argv: Sequence[str], give_up: float | None = None) -> str:
     Raise NoAnswerError at `give_up`, a time of ``time.monotonic()`` (None: PATIENCE_S from now),
     which also ends a command that runs then; HpcDdpError for another failure, at once.
     """
-    give_up, pause_s = _deadline(give_up), 1.0
+    give_up, pause_s = deadline(give_up), 1.0
     while True:
         try:
             return _run(argv, timeout_s=min(TIMEOUT_S, max(1.0, give_up - time.monotonic())))
@@ -130,7 +130,7 @@ def _run_patiently(argv: Sequence[str], give_up: float | None = None) -> str:
         pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
 
-def _deadline(give_up: float | None) -> float:
+def deadline(give_up: float | None) -> float:
     """Return `give_up`, a time of ``time.monotonic()``; for None PATIENCE_S from now."""
     return time.monotonic() + PATIENCE_S if give_up is None else give_up
 
@@ -165,7 +165,7 @@ def sbatch(
     env = submit_env(env, job_options)
     names = job_options.get("clusters") or env.get("SBATCH_CLUSTERS") or env.get("SLURM_CLUSTERS")
     search = partial(_find_submitted, script, earlier, options, (names or "").split(","))
-    give_up = _deadline(give_up)
+    give_up = deadline(give_up)
     while True:
         try:
             printed = _run(argv, env=env, umask=umask)
@@ -289,17 +289,15 @@ def expand_hosts(node_list: str) -> list[str]:
 
 
 def show_job(job: str | JobRef, give_up: float | None = None) -> Job:
-    """Return a job as the controller has it. Raise HpcDdpError where there is no such job, or where
-    Slurm gives no answer (NoAnswerError) until `give_up`, by ``time.monotonic()``; None: PATIENCE_S
-    from now."""
+    """Return a job as the controller has it. Raise as `job_text` with the `deadline` `give_up`."""
+    return slurm_text.parse_job(job_text(job, deadline(give_up)))
+
+
+def job_text(job: str | JobRef, give_up: float | None = None) -> str:
+    """Return what ``scontrol show job`` prints, asked until `give_up`, by ``time.monotonic()``;
+    None: asked once. Raise HpcDdpError where there is no such job, or no answer (NoAnswerError)."""
     argv = ["scontrol", *cluster_option(job), "show", "job", _id_of(job)]
-    return slurm_text.parse_job(_run_patiently(argv, give_up))
-
-
-def job_text(job: str | JobRef) -> str:
-    """Return what ``scontrol show job`` prints, asked once. Raise HpcDdpError where there is no
-    such job, or no answer."""
-    return _run(["scontrol", *cluster_option(job), "show", "job", _id_of(job)])
+    return _run(argv) if give_up is None else _run_patiently(argv, give_up)
 
 
 def list_jobs(cluster: str = "", is_patient: bool = False) -> dict[str, QueuedJob]:

@@ -21,6 +21,7 @@ NAMES = {"min_nodes": "HPC_DDP_LEAST_NODES", "notice_signal": "HPC_DDP_SIGNAL"}
 # In the batch script's environment, besides the attempt's variables: the id of the allocation in
 # which the script runs, where Slurm requeues nothing; unset in a batch job.
 INTERACTIVE = "HPC_DDP_INTERACTIVE"
+AWAY_S = 900.0  # within which a disk comes back, as after a failover of its server
 # With ``--stage``, of a worker: the file on its node that lists the files that Python opens, and
 # the line in it by which rank 0 says that the first step is done.
 OPENED_FILES, FIRST_STEP = "HPC_DDP_OPENED_FILES", "first step"

@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hpc_ddp.core.console.terminal import say
+from hpc_ddp.core.console.units import plural
 from hpc_ddp.core.errors import HpcDdpError
 from hpc_ddp.core.file_io import list_names, make_private, read_json, write_json
 from hpc_ddp.core.job.attempt_folder import AttemptFolder, PathIn
@@ -65,6 +66,8 @@ class RunFolder:
     # job the next job that it has queued.
     early_links = PathIn("early-links.json")
     vain_jobs = PathIn("vain-jobs.json")
+    # By a job's id the unix time before which it is not to start, until Slurm has taken that.
+    pauses = PathIn("pauses.json")
     # The note by which a start that Slurm has not accepted is undone.
     start_note = PathIn(".before-start.json")
     # The file that exists once the user has cancelled the run: nothing may requeue it then.
@@ -135,6 +138,13 @@ class RunFolder:
         limit can be read."""
         most = read_json(RunFolder(self.whole).limits_json).get("max-requeues")
         return most if isinstance(most, int) else math.inf
+
+    @property
+    def vain_text(self) -> str:
+        """How many starts have come to nothing, by no preemption, since the newest attempt, as
+        ``2 starts came to nothing: its output says why``; '' for none."""
+        count = sum(n for n in read_json(self.vain_jobs).values() if isinstance(n, int))
+        return f"{plural(count, 'start')} came to nothing: its output says why" if count else ""
 
     @property
     def slurm_out(self) -> Path:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import signal
 import socket
 import threading
 import time
@@ -289,12 +288,6 @@ def main(argv: list[str]) -> int:
     return code
 
 
-def _live_as_batch_shell() -> None:
-    """Have this process end with its parent, and ignore SIGTERM, which Slurm sends at the limit."""
-    die_with_parent()
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-
-
 def _call(argv: list[str], environ: dict[str, str]) -> int:
     """Run the command of the batch script that `argv` names; return its exit code: that of the
     verdict for ``verdict``, 2 for an unknown name, else 0. An HpcDdpError, an OSError and the
@@ -305,15 +298,15 @@ def _call(argv: list[str], environ: dict[str, str]) -> int:
 
     ``begin`` and ``first-job`` print bash lines for the batch shell (``exit 0`` where there is
     nothing to do, or the job starts again), the latter `first_job.variables` for set-up lines;
-    ``teardown-plan`` a number and a word, ``next-port`` a number. ``warned`` and ``watch`` ignore
-    SIGTERM, and end with the batch shell."""
+    ``teardown-plan`` a number and a word, ``next-port`` a number. ``warned`` and ``watch`` end
+    with the batch shell."""
     try:
         match argv:
+            case ["first-job" | "begin"] if vain_start.keep_pause(environ):
+                answer("exit 0")
             case ["first-job"]:
                 run = run_of_job(environ)
-                patiently(run.job_json.read_bytes)  # a disk that is away has no attempts
-                starts = patiently(partial(first_job.count_starts, run))
-                variables = partial(first_job.variables, run, starts, environ)
+                variables = partial(first_job.variables, run, None, environ)
                 answer(export_lines(patiently(variables)))
             case ["queue-next"]:
                 queue_next(environ)
@@ -330,10 +323,10 @@ def _call(argv: list[str], environ: dict[str, str]) -> int:
             case ["interrupted"]:
                 give_notice_of_interrupt(environ)
             case ["warned"]:
-                _live_as_batch_shell()
+                die_with_parent()
                 give_warning(environ)
             case ["watch", shell]:  # its id: a wrapper of Python may be this process's parent
-                _live_as_batch_shell()
+                die_with_parent()
                 _watch_to_the_end(environ, int(shell))
             case ["teardown-plan"]:
                 answer(plan_teardown(environ))

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from hpc_ddp.core.attempt_env import AttemptEnv
+from hpc_ddp.core.attempt_env import AWAY_S, AttemptEnv
 from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.errors import HpcDdpError
 from hpc_ddp.core.file_io import make_folders, patiently, read_seconds, read_word, write_json
@@ -339,9 +339,9 @@ class Supervisor:
             wait_for_files(self.launch.peers, PEERS_S)
 
     def _write(self, write_file: Callable[[], object]) -> None:
-        """Call `write_file`, again for 15 minutes where it fails; print the last OSError."""
+        """Call `write_file`, again for `AWAY_S` where it fails; print the last OSError."""
         try:
-            patiently(write_file, min(900.0, (self.end_time or math.inf) - time.time() - 30))
+            patiently(write_file, min(AWAY_S, (self.end_time or math.inf) - time.time() - 30))
         except OSError as error:  # the verdict will count this supervisor among the silent ones
             say(f"{self.launch.name} can't record how it ended: {error}")
 

@@ -184,7 +184,7 @@ def plan_continuation(
             hint="--partition, --account, --gpus-per-node …; or a new run, without --run",
         )
     spec = _read_spec(run)
-    if run.finished() and not run.lacks_teardown(spec.teardown):
+    if _is_over(run, spec):
         raise UsageError(f"run {run.path} is finished", hint="start a new one without --run")
     changed = _fields_of(spec, options, settings, cwd)
     # The run's earlier back-end does not count: a local run may continue in Slurm, and vice versa.
@@ -292,12 +292,17 @@ def _check_script(spec: JobSpec, hint: str) -> None:
         raise UsageError(f"script {spec.script!r} does not exist any more", hint=hint)
 
 
+def _is_over(run: RunFolder, spec: JobSpec) -> bool:
+    """Return whether a run is finished, and its teardown, too. Raise as `RunFolder.finished`."""
+    return run.finished() and not run.lacks_teardown(spec.teardown)
+
+
 def _unfinished_tasks(run: RunFolder, spec: JobSpec) -> str:
-    """Return the option ``array`` for the unfinished tasks of an array: their indexes, and the
-    array's limit of tasks at once, as ``0,3%2``. Raise UsageError where all are finished, and
+    """Return the option ``array`` for the tasks of an array that are not over: their indexes, and
+    the array's limit of tasks at once, as ``0,3%2``. Raise UsageError where all are finished, and
     OSError where a journal can't be read."""
     indexes = spec.indexes(task.index for task in run.tasks())
-    unfinished = [str(index) for index in indexes if not run.task(index).finished()]
+    unfinished = [str(index) for index in indexes if not _is_over(run.task(index), spec)]
     if not unfinished:
         raise UsageError(
             f"all tasks of {run.path} are finished", hint=f"hpc-ddp status {run.quoted}"

@@ -39,16 +39,15 @@ def make_task(run: RunFolder, index: int) -> RunFolder:
     return patiently(partial(run.make_room_for, "a task", make))
 
 
-def run_of_job(environ: Mapping[str, str]) -> RunFolder:
-    """Return the run that HPC_DDP_RUN in `environ` names; in a task of an array make the task's
-    folder (`make_task`) and return this task's run. Raise KeyError without a run, ValueError where
-    a variable of hpc-ddp is damaged, OSError where the disk refuses the task's folder, UsageError
-    for a broken job.json, and IndexError beyond the last task of a sweep."""
+def run_of_job(environ: Mapping[str, str], makes: bool = True) -> RunFolder:
+    """Return the run that HPC_DDP_RUN in `environ` names; in a task of an array this task's run,
+    whose folder is made (`make_task`), unless `makes` is False. Raise KeyError without a run,
+    ValueError where a variable of hpc-ddp is damaged, and as `make_task`."""
     run = AttemptEnv.from_env(environ).run_folder
     task = environ.get("SLURM_ARRAY_TASK_ID")
     if not task or run.path.name == f"task-{task}":
         return run
-    return make_task(run, int(task))
+    return make_task(run, int(task)) if makes else run.task(int(task))
 
 
 def job_folder(run: RunFolder) -> RunFolder:

@@ -84,6 +84,7 @@ def explain(facts: RunFacts) -> Explanation:
         lost_s=lost_s,
     )
     text = [f"{_run_title(facts.path)} {explanation.text}", _earlier_sentence(facts)]
+    text += [facts.vain_text and f"{facts.vain_text}."]
     text += [_loss_sentence(facts, explanation), _imports_sentence(facts)]
     text += [f"It is a rerun of {event.of}." for event in facts.select(Rerun)[:1]]
     hint = explanation.hint

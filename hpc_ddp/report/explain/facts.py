@@ -73,6 +73,8 @@ class RunFacts:
     refusal, is_forgotten
         Slurm's last error for a record that was asked for, or ''; whether this error says that
         Slurm has no such job any more
+    vain_text
+        the starts that came to nothing since the newest attempt, in words, or ''
     cancelled, live
         whether the user has cancelled the run; whether a process of this machine plays it
     saved, library
@@ -101,6 +103,7 @@ class RunFacts:
     record: JobRecord | None = None
     refusal: str = ""
     is_forgotten: bool = False
+    vain_text: str = ""
     cancelled: bool = False
     live: bool = False
     saved: int | None = None
@@ -215,6 +218,7 @@ def _gather_one(
         spec=read_json(run.job_json),
         events=events,
         attempts=[attempt.number for attempt in attempts],
+        vain_text=run.vain_text,
         cancelled=_read_or_default(run.cancelled.exists, False),
         live=_has_live_process(events),
         saved=_read_or_default(lambda: _newest_step(run.checkpoints), None),

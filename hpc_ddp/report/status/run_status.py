@@ -139,6 +139,7 @@ def summarize(
     waits, runs = state is RunState.WAITING, state is RunState.RUNNING
     seconds = goodput.account(events, now if state.is_live else None, waits=waits)
     slow = slow_rank(events) if runs else None
+    reason, why = (why, explain_pending(why, jobs[-1].id)[0]) if waits else ("", why)
     return Status(
         run=str(run.path),
         name=run.name,
@@ -156,8 +157,8 @@ def summarize(
         eta_s=_eta_s(events, metrics, now) if runs else None,
         goodput=goodput.share(seconds),
         seconds={part: round(spent_s, 3) for part, spent_s in seconds.items()},
-        why=explain_pending(why, jobs[-1].id)[0] if waits else why,
-        reason=why if waits else "",
+        why="; ".join(filter(None, (run.vain_text, why))),
+        reason=reason,
         slow=str(slow or ""),
         results=dict(finished.results or {}) if finished else {},
         rerun_of=rerun.of if rerun else None,

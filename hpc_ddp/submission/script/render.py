@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_ddp import __version__
-from hpc_ddp.core.attempt_env import installed_python, options_of_variables
+from hpc_ddp.core.attempt_env import AWAY_S, installed_python, options_of_variables
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.job.checks import mpirun_words
 from hpc_ddp.core.job.options import JobSpec
@@ -201,6 +201,7 @@ class Rendering:
             "setup_names": [
                 name for name in OF_FIRST_JOB if any(name in line for line in spec.setup)
             ],
+            "away_s": int(AWAY_S),
             "secret_names": SECRET_NAME_OF_BASH,
             "secret_urls": URL_WITH_PASSWORD_OF_BASH,
             "teardown": spec.teardown,

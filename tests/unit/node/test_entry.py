@@ -90,3 +90,11 @@ def test_an_old_python_says_so_where_the_verdict_reads_it(
     else:
         (failure,) = read_failures(record)
         assert str(failure) == f"torchrun on n1: {error}"
+
+
+def test_a_call_of_the_batch_script_lives_through_slurms_sigterm(tmp_path: Path) -> None:
+    lib = make(tmp_path)
+    (lib / "node.py").write_text(ENTRY.read_text())
+    text = "import os, signal\ndef main(words): os.kill(os.getpid(), signal.SIGTERM); return 7\n"
+    (lib / "hpc_ddp/node/batch.py").write_text(text)
+    assert subprocess.run([sys.executable, lib / "node.py", "batch", "watch"]).returncode == 7

@@ -439,6 +439,16 @@ def test_a_part_of_an_array_leaves_the_others_to_be_started(tmp_path: Path) -> N
     assert arrays == [("3", "0-3%1"), ("5", "0,1,2,3,5%1"), ("0,1,2,3,5%1", "0,1,2,3,5%1")]
 
 
+def test_tasks_whose_teardown_was_cut_off_go_on(tmp_path: Path) -> None:
+    (tmp_path / "train.py").touch()
+    settings = Settings({"script": "train.py", "array": "0-2", "teardown": ["true"]})
+    run = plan.plan_new(settings, tmp_path, tmp_path / "runs").write().run
+    for index in range(3):
+        make_task(run, index).journal("rank-0").write(raw("finished", step=4))
+    run.task(1).torn_down.touch()
+    assert plan_continuation(run, {}, Settings({}), tmp_path).spec.array == "0,2"
+
+
 def test_a_run_becomes_no_array(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("")
     run = plan.plan_new(Settings({"script": "train.py"}), tmp_path, tmp_path / "runs").write().run

@@ -13,8 +13,9 @@ from hpc_ddp.core.journal.enums import Action, Cause
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node.outcome.attempt_facts import AttemptFacts
 from hpc_ddp.node.outcome.requeue.chain import own_id
-from hpc_ddp.node.outcome.requeue.excluded_nodes import keep_off
+from hpc_ddp.node.outcome.requeue.excluded_nodes import exclusion_of
 from hpc_ddp.node.outcome.requeue.first_job import RESTARTS
+from hpc_ddp.node.outcome.requeue.job_change import change_job
 from hpc_ddp.node.outcome.requeue.next_start import (
     PAUSE_S,
     UNSETTLED,
@@ -96,7 +97,8 @@ def carry_out_verdict(
             say(error.message)
     if verdict.cause == Cause.SUPERSEDED and facts.bad_nodes and run.is_newest(facts.attempt):
         # Slurm itself has requeued the job, since it has lost a node.
-        keep_off(run, own_id(environ), last_moment(attempt, environ))
+        job_id = own_id(environ)
+        change_job(job_id, exclusion_of(run, job_id, last_moment(attempt, environ)))
     return verdict.exit_code
 
 

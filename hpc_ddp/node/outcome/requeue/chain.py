@@ -6,7 +6,6 @@ Whether a job is to run at all is decided here, too: a link finds the end of the
 from __future__ import annotations
 
 import contextlib
-import errno
 import math
 import re
 import shlex
@@ -17,7 +16,7 @@ from typing import Any
 
 from hpc_ddp import slurm
 from hpc_ddp.core.console.terminal import say
-from hpc_ddp.core.errors import HpcDdpError
+from hpc_ddp.core.errors import CAN_GO_ON, HpcDdpError
 from hpc_ddp.core.file_io import read_json, write_json
 from hpc_ddp.core.job.attempt_folder import AttemptFolder
 from hpc_ddp.core.job.job_ref import JobRef
@@ -212,18 +211,22 @@ def _ended(state: str) -> str:
     return state if state in (*OVER, "COMPLETING") else ""
 
 
-def queue_next_early(run: RunFolder, environ: Mapping[str, str]) -> None:
-    """Queue the chain's next job before this job's set-up lines run, and note it in
-    ``early-links.json``: a preemption in the set-up lines would end this job.
+def queue_next_early(
+    run: RunFolder, environ: Mapping[str, str], give_up: float | None = None
+) -> JobRef | None:
+    """Queue the run's next job where this job has begun no attempt: before its set-up lines, in
+    which a preemption may end it, or after a start in vain. Return the new job, noted in
+    ``early-links.json``, unless the disk refuses that: it then notes itself (`record_late_link`).
 
-    A refusal of Slurm is printed, and nothing is noted. Raises OSError if the run's journal can't
-    be read, or if ``early-links.json`` can't be written; in the latter case the job is queued.
-    Raises KeyError outside of a job.
+    None where Slurm refuses it, or does not answer, as `_queue_link`; this is printed. Raises
+    OSError if the run's journal can't be read, KeyError outside of a job.
     """
-    link = _queue_link(run, environ)
+    link = _queue_link(run, environ, give_up)
     if link:
         early = {**read_json(run.early_links), environ["SLURM_JOB_ID"]: str(link)}
-        _write_link(run, run.early_links, early)
+        with contextlib.suppress(OSError):
+            _write_link(run, run.early_links, early)
+    return link
 
 
 def cancel_next_early(run: RunFolder, environ: Mapping[str, str]) -> None:
@@ -282,30 +285,12 @@ def record_vain_start(run: RunFolder, environ: Mapping[str, str], is_counted: bo
     return sum(map(int, jobs.values()))
 
 
-def queue_link_in_vain(
-    run: RunFolder, environ: Mapping[str, str], give_up: float | None = None
-) -> JobRef | None:
-    """Queue a job that continues the run of this job, whose start has come to nothing; return the
-    new job, noted in ``early-links.json``. None where Slurm refuses it, as `queue_next_link`.
-
-    This job has to be recorded (`record_vain_start`): else, as where the disk refuses that, OSError
-    is raised, and nothing is queued, since nothing would bound the number of such jobs.
-    """
-    if environ["SLURM_JOB_ID"] not in read_json(run.vain_jobs):
-        raise OSError(errno.EIO, "a start in vain could not be noted", str(run.vain_jobs))
-    link = _queue_link(run, environ, give_up)
-    if link:
-        early = {**read_json(run.early_links), environ["SLURM_JOB_ID"]: str(link)}
-        with contextlib.suppress(OSError):  # the new job notes itself (`record_late_link`)
-            _write_link(run, run.early_links, early)
-    return link
-
-
 def forget_early_links(run: RunFolder) -> None:
     """Delete the records of jobs that have begun no attempt, now that one has begun. Raise OSError
     where the disk refuses."""
     run.early_links.unlink(missing_ok=True)
     run.vain_jobs.unlink(missing_ok=True)
+    run.pauses.unlink(missing_ok=True)
 
 
 def _queue_link(
@@ -373,5 +358,14 @@ def _options_of_next(
 
 
 def command_to_go_on(environ: Mapping[str, str]) -> str:
-    """Return the command by which the user continues the run of this job."""
-    return f"hpc-ddp submit --run {shlex.quote(environ.get('HPC_DDP_RUN', 'RUN'))}"
+    """Return the command by which the user continues the run of this job; of an array without a
+    folder of this task that of the array."""
+    run = Path(environ.get("HPC_DDP_RUN", "RUN"))
+    task = run / f"task-{environ.get('SLURM_ARRAY_TASK_ID')}"
+    return f"hpc-ddp submit --run {shlex.quote(str(task if task.is_dir() else run))}"
+
+
+def leave_to_the_user(environ: Mapping[str, str]) -> int:
+    """Print the command by which the user continues the run; return the exit code `CAN_GO_ON`."""
+    say(f"to go on: {command_to_go_on(environ)}")
+    return CAN_GO_ON

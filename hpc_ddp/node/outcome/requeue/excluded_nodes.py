@@ -13,7 +13,8 @@ from hpc_ddp.core.job.task_folder import job_folder
 from hpc_ddp.core.journal.events import JournalEvent, VerdictGiven
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node.outcome.gather_facts import since_submit
-from hpc_ddp.node.outcome.requeue.job_change import JobChange, change_job
+from hpc_ddp.node.outcome.requeue.job_change import JobChange
+from hpc_ddp.slurm_text import parse_job
 
 # Options of sbatch by the names of `scontrol show job`.
 REQUESTS = {"Partition": "partition", "Reservation": "reservation", "Features": "constraint"}
@@ -22,14 +23,6 @@ REQUESTS = {"Partition": "partition", "Reservation": "reservation", "Features": 
 TOO_FEW = re.compile("Requested (?:node|topology)|Required node not available|Invalid node name")
 KIND = ("CPUTot", "RealMemory", "Gres")  # of a node, by `scontrol show node`
 KEPT_OFF_S = 24 * 3600.0  # as long as a node takes to be looked after, or to prove itself again
-
-
-def keep_off(run: RunFolder, job_id: str, give_up: float | None = None) -> None:
-    """Have Slurm keep a waiting job off the nodes of `excluded_nodes`, and off no others
-    (`exclusion_of`). Changes and refusals are printed. A silent Slurm is waited for until
-    `give_up`, a time of ``time.monotonic()`` (None: two minutes), for its list, and two minutes for
-    the change. Raises OSError if the journal can't be read."""
-    change_job(job_id, exclusion_of(run, job_id, give_up))
 
 
 def exclusion_of(run: RunFolder, job_id: str, give_up: float | None = None) -> list[JobChange]:
@@ -62,7 +55,8 @@ def excluded_nodes(run: RunFolder, job_id: str, give_up: float | None = None) ->
     if not blamed:
         return None
     try:
-        node_list = slurm.show_job(job_id, give_up).excluded
+        text = slurm.job_text(job_id, slurm.deadline(give_up))
+        node_list = parse_job(text).excluded
         excluded = slurm.expand_hosts(node_list) if node_list else []
     except HpcDdpError as error:
         say(error.message)
@@ -71,7 +65,7 @@ def excluded_nodes(run: RunFolder, job_id: str, give_up: float | None = None) ->
     bad = _bad_nodes(events, since=time.time() - KEPT_OFF_S)
     if not bad:
         return excluded_before
-    nodes, requests = [*excluded_before, *bad], _requests_of(job_id)
+    nodes, requests = [*excluded_before, *bad], _requests_in(text)
     words = [f"--{REQUESTS[name]}={text}" for name, text in requests.items() if name in REQUESTS]
     script = job_folder(run).script
     reason = slurm.why_refused(script, f"--exclude={','.join(nodes)}", *words)
@@ -87,14 +81,9 @@ def excluded_nodes(run: RunFolder, job_id: str, give_up: float | None = None) ->
     return nodes
 
 
-def _requests_of(job_id: str) -> dict[str, str]:
-    """Return what a job asks for now, by which nodes it may have, by the names of `scontrol show
-    job`: its user may have moved the job to another partition. Nothing where Slurm refuses, or
-    gives no answer."""
-    try:
-        text = slurm.job_text(job_id)
-    except HpcDdpError:
-        return {}
+def _requests_in(text: str) -> dict[str, str]:
+    """Return what a job asks for now, by which nodes it may have, by the names in `text`, that of
+    `scontrol show job`: its user may have moved the job to another partition."""
     # Not NumNodes, which is that of the nodes that have not ended yet.
     names = (*REQUESTS, "ReqNodeList")
     matches = {name: re.search(rf"\b{name}=(\S+)", text) for name in names}
@@ -104,7 +93,7 @@ def _requests_of(job_id: str) -> dict[str, str]:
 def _has_other_nodes(
     requests: dict[str, str], bad: list[str], excluded: list[str], least: int
 ) -> bool:
-    """Return whether a job with `requests` (`_requests_of`) has its `least` number of nodes without
+    """Return whether a job with `requests` (`_requests_in`) has its `least` number of nodes without
     those of `excluded`: usable ones of its partition, or reservation, of the `KIND` of a `bad` one,
     and with its features if the job has a constraint. True where Slurm tells nothing of the nodes,
     False where the job asks for nodes by name."""

@@ -24,9 +24,10 @@ RESTARTS = "HPC_DDP_SLURM_RESTARTS"
 FIRST_START = "HPC_DDP_FIRST_START"
 
 
-def variables(run: RunFolder, starts: int, environ: Mapping[str, str]) -> dict[str, str]:
+def variables(run: RunFolder, starts: int | None, environ: Mapping[str, str]) -> dict[str, str]:
     """Return, by name, the variables to set in this job, so that its script goes on as in the run's
-    first job. `starts` is the number of attempts before this one, `environ` this job's environment.
+    first job. `starts` is the number of attempts before this one (None: `count_starts`), `environ`
+    this job's environment.
 
     SLURM_RESTART_COUNT is `starts`, or Slurm's own count where that is greater: scripts resume by
     it. It is left out if it is 0. SLURM_SUBMIT_DIR is the folder of the first submit. In a task of
@@ -36,6 +37,8 @@ def variables(run: RunFolder, starts: int, environ: Mapping[str, str]) -> dict[s
     is over, also after a ``--fresh``: set-up lines may delete old results by it. Raises OSError
     where the run's job.json or journal can't be read, UsageError where job.json is broken.
     """
+    # A disk that is away has no attempts: so job.json is read behind the count.
+    starts = count_starts(run) if starts is None else starts
     array = RunFolder(run.whole)
     spec = JobSpec.from_json(array.job_json.read_bytes())
     own_restarts = environ.get(RESTARTS) or environ.get("SLURM_RESTART_COUNT") or "0"

@@ -9,26 +9,28 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 
 from hpc_ddp import slurm
 from hpc_ddp.core.attempt_env import AttemptEnv
 from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.errors import CAN_GO_ON, HpcDdpError
-from hpc_ddp.core.file_io import read_json, read_seconds
+from hpc_ddp.core.file_io import read_json, read_seconds, write_json
 from hpc_ddp.core.job.attempt_folder import AttemptFolder
 from hpc_ddp.core.job.job_ref import JobRef
 from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node.outcome.requeue.chain import (
     early_end_of,
+    leave_to_the_user,
     own_id,
-    queue_link_in_vain,
+    queue_next_early,
     queue_next_link,
 )
 from hpc_ddp.node.outcome.requeue.excluded_nodes import exclusion_of
-from hpc_ddp.node.outcome.requeue.job_change import JobChange, change_job
+from hpc_ddp.node.outcome.requeue.job_change import JobChange, change_job, full_limit, pause_of
 from hpc_ddp.slurm_text import HAS_NO_NODES, Job
 
 PAUSE_S = 5.0
@@ -47,7 +49,8 @@ class EndedStart:
 
     `attempt` is the attempt of this start, None where the start came to nothing before one began.
     `newest` is the number of the run's newest attempt, -1 without any, and `restarts` the job's
-    restart count, both as this start knows them. The next start is put off by `pause_s` seconds.
+    restart count, both as this start knows them. The next start is put off by `pause_s` seconds;
+    `is_early` is True where that is the rest of a pause that Slurm has not kept.
     """
 
     run: RunFolder
@@ -57,6 +60,7 @@ class EndedStart:
     newest: int
     attempt: AttemptFolder | None = None
     pause_s: float = 0.0
+    is_early: bool = False
 
     @property
     def job_id(self) -> str:
@@ -82,15 +86,26 @@ class EndedStart:
 
     def queue_new_job(self, give_up: float) -> JobRef | None:
         """Queue a new job that continues the run, and return it; None where Slurm refuses it, or
-        does not answer until `give_up`, which is printed, and, without an
-        attempt, where the disk refuses its record. Raise OSError as `queue_next_link`."""
+        does not answer until `give_up`, and, without an attempt, where the disk refuses its
+        record; this is printed. Raise OSError as `queue_next_link`."""
         if self.attempt:
             return queue_next_link(self.run, self.attempt, self.environ, give_up)
-        try:
-            return queue_link_in_vain(self.run, self.environ, give_up)
-        except OSError as error:  # no room for its record: a requeue needs none
-            say(str(error))
-            return None
+        if self.environ["SLURM_JOB_ID"] in read_json(self.run.vain_jobs):
+            return queue_next_early(self.run, self.environ, give_up)
+        say("no new job, whose number nothing would bound: the disk refuses to note this start")
+        return None
+
+    def change_next(self, job_id: str, changes: Sequence[JobChange]) -> None:
+        """Have Slurm make `changes` of the job that goes on (`change_job`). Its pause is noted
+        until Slurm has taken it: a busy Slurm may start the job before, and such a start is put off
+        once (`vain_start.keep_pause`). A disk that refuses the note is passed over."""
+        pauses = self.run.pauses
+        with suppress(OSError):
+            if self.pause_s and not self.is_early:
+                write_json(pauses, {job_id: time.time() + self.pause_s})
+        if change_job(job_id, changes) or self.is_early:
+            with suppress(OSError):
+                pauses.unlink(missing_ok=True)
 
 
 def last_moment(attempt: AttemptFolder, environ: Mapping[str, str]) -> float:
@@ -118,7 +133,7 @@ def ask_about_job(job_id: str, is_quiet: bool = False, give_up: float | None = N
 
 def go_on(start: EndedStart, job: Job | None = None) -> int:
     """Have a run go on after a start, by the next job that waits already, or else by a requeue or a
-    new job (`_start_again`). Return the batch script's exit code: 0 if the run goes on, else
+    new job (`_Tries`). Return the batch script's exit code: 0 if the run goes on, else
     `CAN_GO_ON`, with the reason printed. `job` is Slurm's record of the job, None without one.
 
     A waiting job is kept off bad nodes, and put off by the pause. One that has ended is replaced,
@@ -130,94 +145,138 @@ def go_on(start: EndedStart, job: Job | None = None) -> int:
     if link and state:
         say(f"job {link.id}, which was to go on, has ended: {state}")
         if state == "CANCELLED":
-            return _leave_to_the_user(start.run)
+            return leave_to_the_user(start.environ)
     elif link:
         changes = exclusion_of(start.run, link.id, give_up)
-        change_job(link.id, [*changes, *_pause(link.id, start.pause_s)])
+        start.change_next(link.id, [*changes, *pause_of(link.id, start.pause_s)])
         return 0
-    return _start_again(start, job, give_up)
+    return _Tries(start, give_up, job).make()
 
 
-def _start_again(start: EndedStart, last_answer: Job | None, give_up: float) -> int:
-    """Requeue the job, if it still is in this start; return the batch script's exit code. After a
-    requeue the job is kept off bad nodes, has its full time limit again, is put off by the start's
-    pause, and Slurm ends the batch shell. Where Slurm refuses the requeue, a new job is queued, and
-    put off as long; in a chain that comes first, and the requeue where it is refused. Where Slurm
-    refuses both, they are tried again after each of `REFUSED_PAUSES_S`.
+@dataclass
+class _Tries:
+    """The tries to requeue a start's job, if it still is in this start, or to queue a new job.
 
-    The code is 0 if the run goes on, also where the job is in another start by now. It is
-    `CAN_GO_ON` where the user has cancelled the run, where the job is over by now, where no new job
-    can be queued, or where neither a requeue nor a refusal has come until `give_up` or in
-    `REQUEUE_TRIES` tries; the reason is printed. Raises OSError if the run's folder can't be read
-    or written.
+    Where Slurm refuses the requeue, a new job is queued; in a chain that comes first. Where Slurm
+    refuses both, they are tried again after each of `pauses`, in seconds. `job` is Slurm's record
+    of the job for the next try, None where Slurm has to be asked; `changes` are those of the
+    requeued job, None while they are not known.
     """
-    run, job_id = start.run, start.job_id
-    # Slurm is asked again: the disk may have been slow with the verdict, and a requeue would undo a
-    # `scancel` since then. Where Slurm is slow, its answer from before the verdict counts.
-    soon = min(give_up, time.monotonic() + SECOND_ANSWER_S)
-    job = ask_about_job(job_id, is_quiet=True, give_up=soon) or last_answer
-    refusals, pauses = 0, [*REFUSED_PAUSES_S]
-    wants_new_job = start.spec.continue_by == "resubmit"
+
+    start: EndedStart
+    give_up: float
+    job: Job | None
     changes: list[JobChange] | None = None
-    may_be_done = False  # a requeue got no answer, and may have been made
-    for _ in range(REQUEUE_TRIES):
-        job = job or ask_about_job(job_id, give_up=give_up)  # None: the answer is too old
-        if job is None and time.monotonic() > give_up - PAUSE_S:
-            break
-        if job is None:
+    refusals: int = 0
+    may_be_done: bool = False  # a requeue got no answer, and may have been made
+    pauses: list[float] = field(default_factory=lambda: [*REFUSED_PAUSES_S])
+
+    def make(self) -> int:
+        """Make the tries; return the batch script's exit code. After a requeue Slurm ends the batch
+        shell.
+
+        The code is 0 if the run goes on, also where the job is in another start by now. It is
+        `CAN_GO_ON` where the user has cancelled the run, where the job is over by now, where no new
+        job can be queued, or where neither a requeue nor a refusal has come until `give_up` or in
+        `REQUEUE_TRIES` tries; the reason is printed. Raises OSError if the run's folder can't be
+        read or written.
+        """
+        # Slurm is asked again: the disk may have been slow with the verdict, and a requeue would
+        # undo a `scancel` since then. Where Slurm is slow, its earlier answer counts.
+        soon = min(self.give_up, time.monotonic() + SECOND_ANSWER_S)
+        self.job = ask_about_job(self.start.job_id, is_quiet=True, give_up=soon) or self.job
+        for _ in range(REQUEUE_TRIES):
+            if (code := self._make_one()) is not None:
+                return code
+        return leave_to_the_user(self.start.environ)
+
+    def _make_one(self) -> int | None:
+        """Make one try; return the exit code, None for a further try. Raises as `make`."""
+        job, self.job = self.job or ask_about_job(self.start.job_id, give_up=self.give_up), None
+        if job is None and time.monotonic() > self.give_up - PAUSE_S:
+            return leave_to_the_user(self.start.environ)
+        if job and (code := self._code_without_try(job)) is not None:
+            return code
+        if job is None or job.state in UNSETTLED:
             time.sleep(PAUSE_S)
-            continue
-        if job.restarts != start.restarts or not run.is_newest(start.newest):
-            if may_be_done and job.restarts == start.restarts + 1:  # by the try without an answer
-                _change_next(start, job, give_up, changes)
-                return 0
-            say(f"job {job_id} was started again, or its run goes on elsewhere: left alone")
+            return None
+        is_chain = self.start.spec.continue_by == "resubmit"
+        return self._queue() if is_chain == (self.refusals % 2 == 0) else self._requeue(job)
+
+    def _code_without_try(self, job: Job) -> int | None:
+        """Return the exit code where the job is in another start, or over; None for neither."""
+        start, restarts = self.start, self.start.restarts
+        if self.may_be_done and job.restarts == restarts + 1:  # by the requeue without an answer
+            start.change_next(start.job_id, self._changes_of_next(job))
             return 0
-        was_cancelled = run.cancelled.exists()
-        if was_cancelled or is_over(job):
-            reason = "the run was cancelled" if was_cancelled else f"the job is {job.state} by now"
-            say(f"{reason}: not requeued")
+        if job.restarts != restarts or not start.run.is_newest(start.newest):
+            say(f"job {start.job_id} was started again, or its run goes on elsewhere: left alone")
+            return 0
+        if start.run.cancelled.exists():
+            say("the run was cancelled: not requeued")
             return CAN_GO_ON
-        if job.state in UNSETTLED:
-            job = None
+        if is_over(job):
+            say(f"the job is {job.state} by now: not requeued")
+            return CAN_GO_ON
+        return None
+
+    def _queue(self) -> int | None:
+        """Queue a new job, put off by the pause, and return 0; without one as `_note_refusal`."""
+        if not (link := self.start.queue_new_job(self.give_up)):
+            return self._note_refusal()
+        say(f"it goes on as job {link.id}")
+        self.start.change_next(link.id, pause_of(link.id, self.start.pause_s))
+        return 0
+
+    def _requeue(self, job: Job) -> int | None:
+        """Requeue the job and change it, and return 0; None without an answer, or where Slurm has
+        to be asked about the job first; after a refusal as `_note_refusal`."""
+        # KillWait after the requeue Slurm kills this process; at a preemption, or near the end of
+        # the job's time, it does so without a requeue.
+        began = time.monotonic()
+        if self.changes is None and not job.preempted and began + ASKING_S < self.give_up:
+            self._changes_of_next(job)
+            if time.monotonic() > began + 1:  # the job may have been cancelled since
+                return None
+        try:
+            if self.refusals:  # of a new job, so that nothing else is left
+                slurm.update_job(self.start.job_id, MAY_BE_REQUEUED)
+            slurm.requeue(self.start.job_id)
+        except slurm.NoAnswerError as error:
+            say(f"{error.message}; trying again")
+            self.may_be_done = True
             time.sleep(PAUSE_S)
-            continue
-        if wants_new_job:
-            if link := start.queue_new_job(give_up):
-                say(f"it goes on as job {link.id}")
-                change_job(link.id, _pause(link.id, start.pause_s))
-                return 0
-        else:
-            # KillWait after the requeue Slurm kills this process; at a preemption, or near the end
-            # of the job's time, it does so without a requeue.
-            began = time.monotonic()
-            if changes is None and not job.preempted and began + ASKING_S < give_up:
-                changes = _changes_of_next(start, job, give_up)
-                if time.monotonic() > began + 1:  # the job may have been cancelled since
-                    job = None
-                    continue
-            try:
-                if refusals:  # of a new job, so that nothing else is left
-                    slurm.update_job(job_id, MAY_BE_REQUEUED)
-                slurm.requeue(job_id)
-            except slurm.NoAnswerError as error:
-                say(f"{error.message}; trying again")
-                job, may_be_done = None, True
-                time.sleep(PAUSE_S)
-                continue
-            except HpcDdpError as error:
-                say(error.message)
-            else:
-                _change_next(start, job, give_up, changes)
-                return 0  # at once: Slurm would wait KillWait for a shell that lives on
-        # Slurm also refuses where the job was requeued, or cancelled, a moment ago: a new job
-        # would then run beside the old one. So the next round asks before it queues one.
-        job, wants_new_job, refusals = None, not wants_new_job, refusals + 1
-        if refusals % 2 == 0:  # a plugin, or a limit of the account, may refuse both for a moment
-            if not pauses or time.monotonic() + pauses[0] > give_up:
-                break
-            time.sleep(pauses.pop(0))
-    return _leave_to_the_user(run)
+            return None
+        except HpcDdpError as error:
+            say(error.message)
+            return self._note_refusal()
+        self.start.change_next(self.start.job_id, self._changes_of_next(job))
+        return 0  # at once: Slurm would wait KillWait for a shell that lives on
+
+    def _note_refusal(self) -> int | None:
+        """Note that Slurm has refused a requeue or a new job, and return None; where it has refused
+        both, wait for the next pause, or without time for one return `CAN_GO_ON`.
+
+        Slurm also refuses where the job was requeued, or cancelled, a moment ago: a new job would
+        then run beside the old one. So the next try asks before it queues one."""
+        self.refusals += 1
+        if self.refusals % 2 == 0:  # a plugin, or a limit of the account, may refuse for a moment
+            if not self.pauses or time.monotonic() + self.pauses[0] > self.give_up:
+                return leave_to_the_user(self.start.environ)
+            time.sleep(self.pauses.pop(0))
+        return None
+
+    def _changes_of_next(self, job: Job) -> list[JobChange]:
+        """Return the changes of the requeued job, asked for once: it is kept off bad nodes
+        (`exclusion_of`), and, unless it was preempted, has its full time limit, and is put off by
+        the pause. `job` is Slurm's record of it. Raises OSError if the journal can't be read."""
+        if self.changes is None:
+            start = self.start
+            self.changes = exclusion_of(start.run, start.job_id, self.give_up)
+            if not job.preempted:  # such a job can't be changed otherwise before its next start
+                self.changes += full_limit(start.spec, job.limit_s)
+                self.changes += pause_of(start.job_id, start.pause_s)
+        return self.changes
 
 
 def is_over(job: Job) -> bool:
@@ -227,51 +286,3 @@ def is_over(job: Job) -> bool:
     is_taken_away = job.preempted or job.reason == "TimeLimit"
     has_ended = job.is_cancelled or (job.state in HAS_NO_NODES and job.state != "COMPLETING")
     return has_ended and not is_taken_away
-
-
-def _change_next(
-    start: EndedStart, job: Job, give_up: float, changes: list[JobChange] | None
-) -> None:
-    """Make the `changes` of the requeued job; with None, those of `_changes_of_next`, whose errors
-    are raised."""
-    change_job(start.job_id, _changes_of_next(start, job, give_up) if changes is None else changes)
-
-
-def _changes_of_next(start: EndedStart, job: Job, give_up: float) -> list[JobChange]:
-    """Return the changes of the requeued job: it is kept off bad nodes (`exclusion_of`, which waits
-    for Slurm until `give_up`), and, unless it was preempted, has its full time limit, and is put
-    off by the start's pause. `job` is Slurm's last record of the job. Raises OSError if the journal
-    can't be read."""
-    changes = exclusion_of(start.run, start.job_id, give_up)
-    if job.preempted:  # such a job can't be changed otherwise before its next start
-        return changes
-    return [*changes, *_full_limit(start.spec, job.limit_s), *_pause(start.job_id, start.pause_s)]
-
-
-def _pause(job_id: str, pause_s: float) -> list[JobChange]:
-    """Return the change by which a waiting job starts in `pause_s` seconds at the earliest; [] for
-    0."""
-    if not pause_s:
-        return []
-    # Slurm fails a job that starts within cred_expire (120 s) of its requeue.
-    sooner = f"scontrol update JobId={job_id} StartTime=now+150"
-    done = f"what its start lacks may come back: it waits {pause_s / 60:.0f} minutes, or {sooner}"
-    return [JobChange(f"StartTime=now+{pause_s:.0f}", done)]
-
-
-def _full_limit(spec: JobSpec, limit_s: float | None) -> list[JobChange]:
-    """Return the change by which a waiting job with ``--time-min`` has its ``--time`` again; [] for
-    a job without ``--time-min``, or where `limit_s` is no shorter than ``--time``.
-
-    `limit_s` is the limit in seconds that Slurm chose for this attempt (None: not known). The
-    requeued job would keep it, and a user may raise a limit only while the job waits."""
-    if not spec.time_min or (limit_s or 0) >= (spec.time_s or math.inf):
-        return []
-    text = f"the next attempt has the time limit of this one, and not {spec.time}: "
-    return [JobChange(f"TimeLimit={spec.time}", refused=text)]
-
-
-def _leave_to_the_user(run: RunFolder) -> int:
-    """Print the command by which the user continues a run; return the exit code `CAN_GO_ON`."""
-    say(f"could not be requeued; go on with: hpc-ddp submit --run {run.quoted}")
-    return CAN_GO_ON

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from hpc_ddp import slurm
+from hpc_ddp.core import file_io
 from hpc_ddp.core.job.attempt_folder import AttemptFolder
 from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.run_folder import RunFolder
@@ -26,8 +27,16 @@ from unit.node.batch.fakes import END, answer_scontrol, show_job
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return stop_clock(
-        monkeypatch, batch, end_time, excluded_nodes, next_start, attempt_end, slurm, now=END - 1000
+        monkeypatch,
+        *(batch, end_time, excluded_nodes, next_start, attempt_end, slurm, vain_start),
+        now=END - 1000,
     )
+
+
+@pytest.fixture
+def patience(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The clock of all that waits for the disk."""
+    return stop_clock(monkeypatch, file_io)
 
 
 @pytest.fixture

@@ -6,9 +6,12 @@ import json
 import os
 from typing import Any
 
+import pytest
+
 from hpc_ddp.core.job.attempt_folder import AttemptFolder
 from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.run_folder import RunFolder
+from hpc_ddp.node import batch
 from hpc_ddp.slurm_text import parse_job
 from unit.fakes import Slurm
 
@@ -66,3 +69,10 @@ def write_record(attempt: AttemptFolder, node: str, **values: Any) -> None:
     attempt.node(node).path.mkdir(exist_ok=True)
     record = {"node": node, "code": 0, "notice": None, "failures": [], **values}
     attempt.node(node).record.write_text(json.dumps(record))
+
+
+def call_batch(monkeypatch: pytest.MonkeyPatch, run: RunFolder, *argv: str, **values: str) -> int:
+    """Run a command of the batch script in the environment of a job, and return its code."""
+    for name, value in job_environ(run, **values).items():
+        monkeypatch.setenv(name, value)
+    return batch.main([*argv])

@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 
 from hpc_ddp import slurm
-from hpc_ddp.core import file_io, run_folder
+from hpc_ddp.core import run_folder
 from hpc_ddp.core.errors import CAN_GO_ON
 from hpc_ddp.core.file_io import read_json, write_json
 from hpc_ddp.core.job.attempt_folder import AttemptFolder
 from hpc_ddp.core.job.job_ref import JobRef
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node import batch
-from hpc_ddp.node.outcome.requeue import chain, first_job
-from unit.fakes import Clock, Slurm, raise_disk_full, stop_clock
-from unit.node.batch.fakes import answer_scontrol, job_environ, show_job, write_spec
+from hpc_ddp.node.outcome.requeue import chain
+from unit.fakes import Clock, Slurm, raise_disk_full
+from unit.node.batch.fakes import answer_scontrol, call_batch, job_environ, show_job, write_spec
 
 
 def _fill_disk(monkeypatch: pytest.MonkeyPatch, run: RunFolder, error: int = errno.EDQUOT) -> None:
@@ -34,20 +34,8 @@ def _fill_disk(monkeypatch: pytest.MonkeyPatch, run: RunFolder, error: int = err
     monkeypatch.setattr(RunFolder, "_make_attempt", refuse)
 
 
-def _call(monkeypatch: pytest.MonkeyPatch, run: RunFolder, *argv: str, **values: str) -> int:
-    for name, value in job_environ(run, **values).items():
-        monkeypatch.setenv(name, value)
-    return batch.main([*argv])
-
-
 def _begin(monkeypatch: pytest.MonkeyPatch, run: RunFolder, **values: str) -> int:
-    return _call(monkeypatch, run, "begin", **values)
-
-
-@pytest.fixture
-def patience(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """The clock of all that waits for the disk."""
-    return stop_clock(monkeypatch, file_io)
+    return call_batch(monkeypatch, run, "begin", **values)
 
 
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EDQUOT])
@@ -117,7 +105,7 @@ def test_a_disk_without_room_is_waited_for_in_the_queue(
     assert ("exit 0" in capsys.readouterr().out) is is_requeued
     count = restarts + 1 - attempts
     bound = f"the job was requeued {restarts} times, {count} starts came to nothing"
-    refusal = [bound, f"once it can: hpc-ddp submit --run {run.path}"]
+    refusal = [bound, f"to go on: hpc-ddp submit --run {run.path}"]
     again = f"starts that came to nothing: {count} of at most 3"
     lines = [line for line in printed if "it waits" not in line]
     assert lines == [REFUSED, *([again] if is_requeued else refusal)]
@@ -146,7 +134,7 @@ def test_where_a_requeue_is_refused_a_new_job_goes_on(
     _refuse_requeue(controller)
     with monkeypatch.context() as full:
         _fill_disk(full, run)
-        assert _call(full, run, cause) == 0
+        assert call_batch(full, run, cause) == 0
     assert printed[-3:] == [
         "scontrol refused: disabled",
         "it goes on as job 8",
@@ -169,23 +157,47 @@ def test_starts_in_vain_are_counted_over_jobs(
 ) -> None:
     _refuse_requeue(controller)
     write_json(run.vain_jobs, {"4": 1, "5": 1, "6": 1})
-    assert _call(monkeypatch, run, "cut-off") == CAN_GO_ON
+    assert call_batch(monkeypatch, run, "cut-off") == CAN_GO_ON
     assert printed[1:] == [
         "the job was requeued 0 times, 4 starts came to nothing",
-        f"once it can: hpc-ddp submit --run {run.path}",
+        f"to go on: hpc-ddp submit --run {run.path}",
     ]
     assert controller.calls("sbatch") == []
 
 
+@pytest.mark.parametrize("by_slurm", [False, True])
 def test_preemptions_before_an_attempt_are_not_bounded(
-    controller: Slurm, run: RunFolder, printed: list[str], monkeypatch: pytest.MonkeyPatch
+    controller: Slurm,
+    run: RunFolder,
+    printed: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    by_slurm: bool,
 ) -> None:
+    """Where Slurm itself requeues the job its record does not tell any more that it preempted."""
     write_spec(run, max_failures=0)
-    answer_scontrol(controller, show_job(preempted="2026-11-21T10:00:30"))
-    assert _call(monkeypatch, run, "cut-off") == 0
-    assert ["requeue", "7"] in controller.calls("scontrol")
-    assert printed == ["Slurm ends the job before its attempt"]
+    preempted = show_job(preempted="2026-11-21T10:00:30")
+    answer_scontrol(controller, show_job("COMPLETING", restarts=1) if by_slurm else preempted)
+    assert call_batch(monkeypatch, run, "cut-off") == 0
+    assert (["requeue", "7"] in controller.calls("scontrol")) is not by_slurm
+    left_alone = "job 7 was started again, or its run goes on elsewhere: left alone"
+    assert printed == ["Slurm ends the job before its attempt", *[left_alone] * by_slurm]
     assert read_json(run.vain_jobs) == {"7": 0}
+
+
+def test_a_task_without_room_for_its_folder_is_waited_for(
+    controller: Slurm,
+    run: RunFolder,
+    printed: list[str],
+    patience: Clock,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    write_spec(run, array="0-1")
+    monkeypatch.setattr(RunFolder, "make", raise_disk_full)
+    answer_scontrol(controller, show_job(restarts=1))
+    values = {"SLURM_ARRAY_JOB_ID": "6", "SLURM_ARRAY_TASK_ID": "1", "SLURM_RESTART_COUNT": "1"}
+    assert _begin(monkeypatch, run, **values) == 0
+    changes = [words for words in controller.calls("scontrol") if words[0] != "show"]
+    assert changes == [["requeue", "6_1"], ["update", "JobId=6_1", "StartTime=now+600"]]
 
 
 def test_no_new_job_is_queued_that_nothing_would_bound(
@@ -193,9 +205,9 @@ def test_no_new_job_is_queued_that_nothing_would_bound(
 ) -> None:
     _refuse_requeue(controller)
     monkeypatch.setattr(chain, "write_json", raise_disk_full)
-    assert _call(monkeypatch, run, "cut-off") == CAN_GO_ON
+    assert call_batch(monkeypatch, run, "cut-off") == CAN_GO_ON
     assert controller.calls("sbatch") == []
-    assert printed[-1] == f"could not be requeued; go on with: hpc-ddp submit --run {run.path}"
+    assert printed[-1] == f"to go on: hpc-ddp submit --run {run.path}"
 
 
 @pytest.mark.parametrize("state", ["PENDING", "CANCELLED", "FAILED"])
@@ -299,37 +311,9 @@ def test_a_job_that_is_over_is_not_requeued_for_its_disk(
         "cancelled": "the run was cancelled: not requeued",
         "ended": "the job is COMPLETING by now: not requeued",
         "started anew": "job 7 was started again, or its run goes on elsewhere: left alone",
-        "interactive": f"once it can: hpc-ddp submit --run {run.path}",
+        "interactive": f"to go on: hpc-ddp submit --run {run.path}",
     }[reason]
     assert line in printed
-
-
-@pytest.mark.parametrize("is_away", [True, False])
-def test_set_up_lines_have_the_variables_of_the_run_or_do_not_run(
-    controller: Slurm,
-    run: RunFolder,
-    printed: list[str],
-    patience: Clock,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    is_away: bool,
-) -> None:
-    """Without SLURM_RESTART_COUNT some lines delete what an earlier start has saved."""
-    run.claim_attempt({"job_id": "7", "nodes": ["n1"], "restarts": 0}, lambda info: False)
-    if is_away:
-        reads = iter([OSError(errno.ESTALE, "Stale file handle")] * 200)
-        monkeypatch.setattr(first_job, "count_starts", lambda run: _raise(next(reads)))
-    answer_scontrol(controller, show_job(restarts=1))
-    assert _call(monkeypatch, run, "first-job", SLURM_RESTART_COUNT="1") == 0
-    out = capsys.readouterr().out
-    assert ("export SLURM_RESTART_COUNT=1" in out) is not is_away
-    assert ("exit 0" in out) is is_away
-    assert (["requeue", "7"] in controller.calls("scontrol")) is is_away
-    assert (sum(patience.slept) > 50.0) is is_away
-
-
-def _raise(error: OSError) -> None:
-    raise error
 
 
 @pytest.mark.parametrize(
@@ -352,7 +336,7 @@ def test_set_up_lines_that_have_worked_before_are_run_again(
     write_json(run.vain_jobs, {"5": 0, "7": restarts - 1})  # job 5 was preempted
     answer_scontrol(controller, show_job(restarts=restarts))
     controller.answer("scontrol", "RequeueExit = (null)")
-    code_now = _call(monkeypatch, run, "failed", "3", SLURM_RESTART_COUNT=str(restarts))
+    code_now = call_batch(monkeypatch, run, "failed", "3", SLURM_RESTART_COUNT=str(restarts))
     assert code_now == code
     changes = [words for words in controller.calls("scontrol") if words[0] != "show"]
     update = [["update", "JobId=7", f"StartTime=now+{pause}"]] if pause else []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -253,8 +252,6 @@ def test_each_call_of_the_batch_script(
     assert attempt.notice.read_text() == "warning signal"
     assert call("watch", "77", HPC_DDP_WARN_S="2000", HPC_DDP_END_TIME="1") == 0
     assert guarded == [77]
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN  # Slurm's own, at the time limit
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     assert call("teardown-plan", HPC_DDP_END_TIME="1") == 0
     assert "300 node-lost" in capsys.readouterr().out
     attempt.port_taken.touch()
@@ -337,7 +334,7 @@ def test_a_refused_call_is_reported(
     ]
     assert call("interrupted", HPC_DDP_ATTEMPT="9") == 75
     assert "the run's folder can't be used: " in printed[-2]
-    assert printed[-1] == f"once it can: hpc-ddp submit --run {run.path}"
+    assert printed[-1] == f"to go on: hpc-ddp submit --run {run.path}"
 
 
 def test_the_last_event_of_an_attempt_is_its_verdict(

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from hpc_ddp.core.file_io import write_json
 from hpc_ddp.core.journal.stragglers import summarize_times
 from hpc_ddp.core.process import identity
 from hpc_ddp.training.checkpoint.storage import disk
@@ -61,6 +62,14 @@ def test_a_waiting_run_tells_its_last_end(written: Written) -> None:
     )
     assert "The newest checkpoint is of step 30: 3 steps" in explanation.text
     assert (explanation.lost_steps, explanation.step) == (3, 33)
+
+
+def test_starts_that_came_to_nothing_are_told(written: Written) -> None:
+    written.attempt(0, steps=20).verdict("preempted", "requeue")
+    words = "1 start came to nothing: its output says why."
+    assert words not in written.explain(record("PENDING", "BeginTime")).text
+    write_json(written.run.vain_jobs, {"7": 1})
+    assert words in written.explain(record("PENDING", "BeginTime")).text
 
 
 def test_a_running_run_is_explained(written: Written) -> None:

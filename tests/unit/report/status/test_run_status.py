@@ -9,7 +9,7 @@ import pytest
 
 from hpc_ddp.core import process
 from hpc_ddp.core.errors import HpcDdpError
-from hpc_ddp.core.file_io import read_json
+from hpc_ddp.core.file_io import read_json, write_json
 from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.journal.stragglers import slow_rank
 from hpc_ddp.core.run_folder import RunFolder
@@ -58,6 +58,14 @@ def test_why_a_run_waits_is_told_in_words(tmp_path: Path) -> None:
     assert (status.state, status.reason) == ("waiting", "Priority")
     assert status.why == "jobs of higher priority come first"
     assert (status.time_left_s, status.eta_s, status.slow) == (None, None, "")
+
+
+def test_starts_that_came_to_nothing_are_told(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    write_json(run.vain_jobs, {"6": 0, "7": 2})  # job 6 was preempted
+    status = status_of(run, Queue({"7": QueuedJob("PENDING", "Priority", "", "1:00:00")}))
+    words = "2 starts came to nothing: its output says why; jobs of higher priority come first"
+    assert (status.why, status.reason) == (words, "Priority")
 
 
 def test_a_run_whose_job_can_not_be_asked_for_is_not_called_lost(tmp_path: Path) -> None:

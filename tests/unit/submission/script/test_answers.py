@@ -51,6 +51,7 @@ def _answer(wrapper: str, code: str) -> subprocess.CompletedProcess[str]:
         ("printf 'no newline '; PYTHON", "no newline \n"),
         ("PYTHON; echo bye", "\nbye\n"),
         ('text=$(PYTHON); echo a; echo "$text"', "a\n"),  # as conda run does
+        ("kill $BASHPID; PYTHON", ""),  # a preemption whose SIGTERM reaches all processes
     ],
 )
 def test_an_answer_is_told_from_a_wrappers_lines(wrapper: str, printed: str) -> None:

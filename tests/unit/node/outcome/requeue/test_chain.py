@@ -201,7 +201,7 @@ def test_a_chain_whose_next_job_and_requeue_are_refused_is_left_to_the_user(
     slurm_commands.answer_by("scontrol", refusal + RUNNING)
     assert end(continue_by="resubmit") == 75
     assert clock.slept == [*next_start.REFUSED_PAUSES_S]
-    assert "could not be requeued" in printed[-1]
+    assert "to go on: " in printed[-1]
 
 
 def test_a_chain_that_was_cancelled_while_its_verdict_came_gets_no_next_job(

@@ -75,6 +75,7 @@ def test_a_job_is_put_off_by_the_verdicts_pause(
     slurm_commands: Slurm,
     end: Callable[..., int],
     run: RunFolder,
+    clock: Clock,
     printed: list[str],
     is_chain: bool,
 ) -> None:
@@ -88,10 +89,12 @@ def test_a_job_is_put_off_by_the_verdicts_pause(
     assert changes_of(slurm_commands)[-1] == ["update", f"JobId={job_id}", "StartTime=now+600"]
     sooner = f"scontrol update JobId={job_id} StartTime=now+150"
     assert printed == [f"what its start lacks may come back: it waits 10 minutes, or {sooner}"]
+    assert not run.pauses.exists()
     refusal = "case $1 in update) echo Access denied >&2; exit 1;; esac; "
     slurm_commands.answer_by("scontrol", refusal + RUNNING)
     assert end(decided, **options) == 0
     assert printed[1:] == ["scontrol refused: Access denied"]
+    assert read_json(run.pauses) == {job_id: clock.now + 600}  # for the start itself
 
 
 def test_a_limit_that_an_operator_has_raised_stays(
@@ -245,7 +248,7 @@ def test_a_requeue_is_given_up_after_a_while(
     )
     assert end() == 75
     assert clock.slept == [next_start.PAUSE_S] * 4
-    assert "could not be requeued; go on with: hpc-ddp submit --run '" in printed[-1]
+    assert "to go on: hpc-ddp submit --run " in printed[-1]
 
 
 @pytest.mark.parametrize(("left_s", "away_s", "code"), [(6420, 780, 0), (120, 780, 75)])
@@ -385,6 +388,8 @@ def test_a_requeued_job_is_kept_off_bad_nodes(
     arguments = [exclude, "--partition=small", str(run.script)]  # where the job is now
     expected = [["--test-only", *arguments]] if age_s < KEPT_OFF_S else []
     assert slurm_commands.calls("sbatch") == expected
+    # For the look before the requeue, and for the nodes.
+    assert slurm_commands.calls("scontrol").count(["show", "job", "7"]) == 2
 
 
 def test_a_job_whose_exclusion_is_refused_continues(
