@@ -19,10 +19,10 @@ from typing import Any
 from hpc_ddp.node.workers.script_changes import READ_LATE
 
 HIDDEN = re.compile(r"(torch|hpc_ddp\.training)(\.|$)")
-# Variables that packages set at their import (joblib, scikit-learn, OpenCV, MLflow, Lightning), and
-# on which torch's does not depend.
+# Variables that packages set at their import (joblib, scikit-learn, OpenCV, MLflow, Lightning,
+# netCDF4), and on which torch's does not depend.
 SET_BY_PACKAGES = re.compile(
-    r"KMP_(DUPLICATE_LIB_OK|INIT_AT_FORK)|LD_LIBRARY_PATH|_(MLFLOW|RJEM)_\w+"
+    r"KMP_(DUPLICATE_LIB_OK|INIT_AT_FORK)|LD_LIBRARY_PATH|_(MLFLOW|RJEM)_\w+|HDF5_PLUGIN_PATH"
     r"|PYTORCH_NVML_BASED_CUDA_CHECK|HPC_DDP_\w+"
 )
 MISSING: set[str] = set()  # names of modules that imports have looked for in vain

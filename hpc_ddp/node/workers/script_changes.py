@@ -33,16 +33,21 @@ NO_SETTINGS = {
 # Methods of loggers that set something.
 OF_LOGGERS = ("setLevel", "addHandler", "removeHandler", "addFilter")
 FIELDS_OF_LOGGERS = ("propagate", "disabled")
-# Names of Python that may change an import, or run any text.
+# Names of Python that may change an import, run any text, or start processes, which would outlive a
+# script that starts again (`first_import`).
 ACTING = (
     *("sys", "importlib", "unittest", "site", "ctypes", "subprocess", "tracemalloc"),
-    *("runpy", "setattr", "exec", "eval", "__import__"),
+    *("multiprocessing", "concurrent", "runpy", "setattr", "exec", "eval", "__import__"),
 )
+VALUES_OF_SYS = re.compile(r"argv|byteorder|executable|maxsize|platform|std\w+|version\w*")
 HARMLESS = {"os"}  # the variables that it changes are seen by `_changes_variable`
 # It sets something, or runs a program, such as pip.
 SETTERS_OF_OS = re.compile(r"(sched_)?set\w+|umask|nice|system|popen|(posix_)?spawn\w*|exec\w+")
-# Functions of other modules that change what a later import finds: a start method, a group.
+# Functions of other modules that change what a later import finds; modules whose own ones do not.
 SETTERS = re.compile(r"(set|init|use|enable|disable|register|install)_?\w*")
+SETTING_THEMSELVES = (
+    *("matplotlib", "pandas", "seaborn", "numpy", "cv2", "faulthandler", "gc", "atexit"),
+)
 # Python's modules and functions that call nothing of what they get, but for a value.
 OF_TEXT = ("argparse", "pathlib", "json", "re", "math", "datetime", "time", "glob", "shutil")
 VALUES = (
@@ -136,10 +141,12 @@ def _may_run_anything(node: ast.AST, modules: Mapping[str, str]) -> bool:
     is_any = root and not hasattr(builtins, root)
     module = modules.get(root, modules.get("*") if is_any else None)
     is_unread = module is not None and not _is_safe(module)
-    if name in OF_LOGGERS or root in ACTING or is_unread:
+    is_value = _is_value_of_sys(getattr(node.func, "value", None))  # sys.stdout.reconfigure()
+    if name in OF_LOGGERS or ((root in ACTING or is_unread) and not is_value):
         return True
-    if module and module not in OF_TEXT and SETTERS.fullmatch(name):
-        return True
+    top = (module or "").partition(".")[0]
+    if top and top not in (*OF_TEXT, *SETTING_THEMSELVES) and SETTERS.fullmatch(name):
+        return not is_value
     arguments = [*node.args, *(keyword.value for keyword in node.keywords)]
     if module in OF_TEXT:  # argparse, say, calls a function that it gets as a type
         return any(modules.get(getattr(argument, "id", "")) == "" for argument in arguments)
@@ -150,7 +157,18 @@ def uses_unread(node: ast.AST, modules: Mapping[str, str]) -> bool:
     """Return whether a part of a statement has a name of a module, function or class that may
     change what a later import finds, once it is called, entered or a base of a class. `modules` is
     as in `may_change_anything`."""
-    return any(name in modules and not _is_safe(modules[name]) for name in _names_in(node))
+    if _is_value_of_sys(node):
+        return False
+    if isinstance(node, ast.Name):
+        return node.id in modules and not _is_safe(modules[node.id])
+    return any(uses_unread(part, modules) for part in ast.iter_child_nodes(node))
+
+
+def _is_value_of_sys(node: ast.AST | None) -> bool:
+    """Return whether an expression is a value of ``sys`` by which nothing is changed, as its
+    arguments."""
+    is_of_sys = isinstance(node, ast.Attribute) and getattr(node.value, "id", "") == "sys"
+    return is_of_sys and VALUES_OF_SYS.fullmatch(getattr(node, "attr", "")) is not None
 
 
 def _base_names(node: ast.AST) -> list[str]:

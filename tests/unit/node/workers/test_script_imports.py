@@ -197,6 +197,8 @@ def test_a_change_counts_before_torch_and_not_behind_it(tmp_path: Path, line: st
         "import functools\nstart = functools.partial(own)\nstart()",
         "import threading\nthreading.Thread(target=own).start()",
         "import multiprocessing\nmultiprocessing.set_start_method('spawn')",
+        "import multiprocessing\nmanager = multiprocessing.Manager()",
+        "from concurrent.futures import ProcessPoolExecutor\npool = ProcessPoolExecutor(2)",
         "os.umask(0)",
         "net.Linear = Zero",
         "net.defaults['a'] = 1",
@@ -237,6 +239,11 @@ def test_a_call_wherever_it_runs_comes_before_torch(
         "from config import *\nprint(', '.join(str(1)))",
         "import argparse\nparser = argparse.ArgumentParser()\nparser.set_defaults(a=own.A)",
         "here = os.path.join(own.A, 'b')\nprint(own.A)",
+        "import sys\nwith open(sys.argv[0]) as file:\n    code = file.read()",
+        "import sys\nsys.stdout.reconfigure(line_buffering=True)",
+        "import matplotlib\nmatplotlib.use('Agg')",
+        "import numpy as np\nnp.set_printoptions(precision=3)",
+        "import gc, atexit\ngc.disable()\natexit.register(print, 'end')",
     ],
 )
 def test_a_call_that_does_not_run_there_is_harmless(tmp_path: Path, lines: str) -> None:
