@@ -10,6 +10,7 @@ import atexit
 import importlib.abc
 import os
 import re
+import signal
 import sys
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec, PathFinder
@@ -17,6 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from hpc_ddp.node.workers.script_changes import READ_LATE
+from hpc_ddp.node.workers.worker import NOTICE_SIGNALS, heed_notice
 
 HIDDEN = re.compile(r"(torch|hpc_ddp\.training)(\.|$)")
 # Variables that packages set at their import (joblib, scikit-learn, OpenCV, MLflow, Lightning,
@@ -99,7 +101,10 @@ class FirstImport(importlib.abc.Loader):
 
     def _start_again(self, change: str) -> None:
         """Replace this process by the script's own, by exec, with the environment, folder and CPUs
-        that it had at its start; say so on stderr."""
+        that it had at its start; say so on stderr. After a notice end by it, as a start does."""
+        for number in NOTICE_SIGNALS:
+            signal.signal(number, signal.SIG_DFL)
+        heed_notice()
         text = f"{change} has changed before the import of torch: the script starts again, by exec"
         os.write(2, f"hpc-ddp: {text}\n".encode())
         os.chdir(self.folder)

@@ -42,7 +42,9 @@ ACTING = (
 VALUES_OF_SYS = re.compile(r"argv|byteorder|executable|maxsize|platform|std\w+|version\w*")
 HARMLESS = {"os"}  # the variables that it changes are seen by `_changes_variable`
 # It sets something, or runs a program, such as pip.
-SETTERS_OF_OS = re.compile(r"(sched_)?set\w+|umask|nice|system|popen|(posix_)?spawn\w*|exec\w+")
+SETTERS_OF_OS = re.compile(
+    r"(sched_)?set\w+|umask|nice|system|popen|(posix_)?spawn\w*|exec\w+|fork\w*"
+)
 # Functions of other modules that change what a later import finds; modules whose own ones do not.
 SETTERS = re.compile(r"(set|init|use|enable|disable|register|install)_?\w*")
 SETTING_THEMSELVES = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +14,7 @@ from types import ModuleType
 import pytest
 
 import hpc_ddp
-from hpc_ddp.node.workers import first_import
+from hpc_ddp.node.workers import first_import, worker
 from hpc_ddp.node.workers.first_import import FirstImport
 
 COMMAND = ["python", "-u", "train.py", "--lr", "1"]
@@ -32,8 +33,11 @@ def torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[ModuleTyp
     monkeypatch.setattr(first_import, "MISSING", {"not_there_yet", "torch.not_there"})
     monkeypatch.chdir(tmp_path)
     cpus = os.sched_getaffinity(0)
+    handlers = {number: signal.getsignal(number) for number in worker.NOTICE_SIGNALS}
     yield module
     os.sched_setaffinity(0, cpus)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture
@@ -144,6 +148,22 @@ def test_a_change_starts_the_script_again_as_at_its_start(
     assert (Path.cwd(), os.sched_getaffinity(0)) == (tmp_path, cpus)
     assert f"hpc-ddp: {name} has changed before the import of torch" in capfd.readouterr().err
     os.environ.pop("HF_HOME", None)
+
+
+def test_a_notice_of_the_first_life_counts(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    starts: list[tuple[list[str], dict[str, str]]],
+) -> None:
+    """The script's own handler has had the signal, and is gone behind an exec."""
+    ends: list[int] = []
+    monkeypatch.setenv("HPC_DDP_NOTICE", str(tmp_path / "notice"))
+    monkeypatch.setattr(os, "kill", lambda _, number: ends.append(number))
+    FirstImport(COMMAND)
+    (tmp_path / "notice").touch()
+    os.chdir("/")
+    importlib.import_module("torch")
+    assert ends == [signal.SIGTERM]
 
 
 def test_variables_that_are_read_late_may_change(
