@@ -58,9 +58,11 @@ if __name__ == "__main__":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
         part = importlib.import_module(f"hpc_ddp.node.{sys.argv[1]}")
-    except (ImportError, OSError):
+    except (ModuleNotFoundError, OSError) as error:
         if sys.argv[1] != "batch":
             raise
+        if os.environ.get("HPC_DDP_TRY") == "0":
+            print(f"hpc-ddp: its part can't be loaded, and is tried again: {error}", file=sys.stderr)
         sys.exit(111)  # the disk is away: the batch script calls again
     outcome = part.main(sys.argv[2:])
     if isinstance(outcome, int):

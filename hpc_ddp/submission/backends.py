@@ -341,8 +341,8 @@ def start(prepared: PreparedRun, output: Output = None) -> StartedRun:
     """Write a prepared run's script, start the run with its back-end, and journal the start; return
     the job or process. `output` is as in `Backend.start`.
 
-    The mark of an earlier cancel is removed from the run, and from each task of an array that
-    starts. The claim of `Plan.write` on the run is released, also after an error. A disk that
+    The mark of an earlier cancel and the count of starts in vain are removed from the run, and from
+    each task of an array that starts. The claim of `Plan.write` on the run is released, also after an error. A disk that
     refuses the journal is reported on stderr.
 
     Raises
@@ -365,7 +365,8 @@ def _start(prepared: PreparedRun, output: Output) -> StartedRun:
         indexes = set(array_indexes(spec.array)) if spec.array else set()
         tasks = [task for task in run.tasks() if task.index in indexes]
         for part in (run, *tasks):
-            part.cancelled.unlink(missing_ok=True)  # a start ends an earlier cancel
+            for file in (part.cancelled, part.vain_jobs, part.pauses):
+                file.unlink(missing_ok=True)  # of earlier starts
         submitted = Submitted(run.next_attempt(), spec.backend, spec.script)
     except (HpcDdpError, OSError, KeyboardInterrupt):
         prepared.discard()

@@ -104,10 +104,13 @@ def test_a_script_that_changes_a_variable_unseen_starts_again_by_exec(tmp_path: 
     script.write_text(
         "import os, sys\n"
         "print('torch' in sys.modules, os.environ.get('HF_HOME'))\n"
+        "saved = os.dup(1)\n"
+        "os.dup2(os.open(os.devnull, os.O_WRONLY), 1)\n"
         "env = os.environ\n"
         "env.update(HF_HOME='1', OMP_NUM_THREADS='2')\n"
         "from torch.nn import Linear\n"
         "import torch\n"
+        "os.dup2(saved, 1)\n"
         "print(torch.get_num_threads(), sys.argv[1:], os.environ['HF_HOME'])\n"
     )
     job = DryRun(

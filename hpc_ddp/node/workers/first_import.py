@@ -13,6 +13,7 @@ import re
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
@@ -100,11 +101,17 @@ class FirstImport(importlib.abc.Loader):
         return next((f"the module {top}" for top in tops if PathFinder.find_spec(top)), "")
 
     def _start_again(self, change: str) -> None:
-        """Replace this process by the script's own, by exec, with the environment, folder and CPUs
-        that it had at its start; say so on stderr. After a notice end by it, as a start does."""
+        """Replace this process by the script's own, by exec, with the environment, folder, CPUs and
+        log that it had at its start; say so there. After a notice end by it, as a start does."""
         for number in NOTICE_SIGNALS:
             signal.signal(number, signal.SIG_DFL)
         heed_notice()
+        with suppress(KeyError, OSError):  # the script may have put other files in the log's place
+            name = f"rank-{self.environ['RANK']}.log"
+            path = os.path.join(self.environ["HPC_DDP_NODE_FOLDER"], name)
+            log = os.open(path, os.O_WRONLY | os.O_APPEND)
+            os.dup2(log, 1)
+            os.dup2(log, 2)
         text = f"{change} has changed before the import of torch: the script starts again, by exec"
         os.write(2, f"hpc-ddp: {text}\n".encode())
         os.chdir(self.folder)

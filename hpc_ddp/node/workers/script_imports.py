@@ -54,7 +54,7 @@ COMPILER = "torch._dynamo"
 USES_COMPILER = re.compile(
     r"(?<!\bre\.)(?<!\bregex\.)compile|dynamo|inductor|triton|sympy|mpmath|functorch|make_fx"
     r"|\bexport|onnx|flex_attention|while_loop|torch\.cond\b|nested|expanded_weights"
-    r"|(?i:fsdp|fully_?shard|dtensor)|distributed\.(tensor|nn|_\w+)|_checkpoint\b|checkpoint_wrapper"
+    r"|(?i:fsdp|fully_?shard|dtensor)|dist(ributed)?\.(tensor|nn|_\w+)|_checkpoint\b|checkpoint_wrapper"
     r"|\bhub\.(load\b|list|help)|\bimportlib(?!\.(metadata|resources))"
     r"|\b(imp|pydoc|pkgutil|runpy|entry_points|__import__)\b|\bexec\(|\bsys\.path\b"
 )

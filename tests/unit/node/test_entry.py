@@ -92,6 +92,29 @@ def test_an_old_python_says_so_where_the_verdict_reads_it(
         assert str(failure) == f"torchrun on n1: {error}"
 
 
+@pytest.mark.parametrize(
+    ("line", "number", "code", "message"),
+    [
+        ("import hpc_ddp.away", "0", 111, "hpc-ddp: its part can't be loaded, and is tried again"),
+        ("import hpc_ddp.away", "1", 111, ""),
+        ("raise ImportError('libffi.so.8: cannot open')", "0", 1, "ImportError: libffi.so.8"),
+    ],
+)
+def test_a_part_that_is_away_is_told_from_one_that_never_loads(
+    tmp_path: Path, line: str, number: str, code: int, message: str
+) -> None:
+    """It took a quarter of an hour, without a word, on a node without a library of Python's."""
+    lib = make(tmp_path)
+    (lib / "node.py").write_text(ENTRY.read_text())
+    (lib / "hpc_ddp/node/batch.py").write_text(line)
+    env = {**os.environ, "HPC_DDP_TRY": number}
+    words = [sys.executable, lib / "node.py", "batch", "begin"]
+    done = subprocess.run(words, env=env, capture_output=True, text=True)
+    assert done.returncode == code
+    assert message in done.stderr
+    assert message or not done.stderr
+
+
 def test_a_call_of_the_batch_script_lives_through_slurms_sigterm(tmp_path: Path) -> None:
     lib = make(tmp_path)
     (lib / "node.py").write_text(ENTRY.read_text())

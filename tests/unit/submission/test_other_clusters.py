@@ -111,9 +111,11 @@ def test_a_start_ends_an_earlier_cancel_of_its_tasks(
     tasks = [RunFolder(prepared.run.path / f"task-{index}").make() for index in range(3)]
     for part in (prepared.run, *tasks):
         part.cancelled.write_text("{}")
+        part.vain_jobs.write_text('{"7": 2}')
     slurm_commands.answer("sbatch", "31;other\n")
     backends.start(replace(prepared, spec=JobSpec("train.py", array="0,2")))
     assert [task.cancelled.exists() for task in tasks] == [False, True, False]
+    assert [task.vain_jobs.exists() for task in tasks] == [False, True, False]
     assert not prepared.run.cancelled.exists()
 
 

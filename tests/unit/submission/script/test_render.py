@@ -248,6 +248,8 @@ NODE_SIDE = """\
 import os, sys
 if sys.argv[1:] == ["batch", "begin"]:
     print("<hpc-ddp>HPC_DDP_CPUS=8</hpc-ddp>")
+elif sys.argv[1:] == ["batch", "first-job"]:
+    print("<hpc-ddp>exit 0</hpc-ddp>")
 elif sys.argv[1:3] == ["batch", "failed"]:
     print(*sys.argv[1:], flush=True)
     sys.exit(int(sys.argv[3]) + 6)  # as where Slurm starts a job again that ends with this code
@@ -280,6 +282,7 @@ def stage(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
         script = "".join(blocks.block(name) for name in ("settings", "setup", "attempt"))
         env = {"PATH": str(programs), "HOME": os.environ["HOME"], "HOSTNAME": "n1"}
         env |= {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "SLURM_NNODES": "1"}
+        env |= {"SLURM_CLUSTER_NAME": "c"}
         env |= {"SHELLOPTS": shell_options} if shell_options else {}
         file = tmp_path / "slurm_script"
         file.write_text(f"#!/bin/bash\n{script}\n{SHOW}")
@@ -378,6 +381,25 @@ def test_a_set_up_line_may_not_unset_what_the_job_needs(
     done = stage(setup=(f"unset {name}",))
     assert (done.returncode, done.stdout) == (7, "batch failed 1\n")
     assert f"hpc-ddp: a set-up line has unset {name}, without which" in done.stderr
+
+
+def test_what_hpc_ddp_reads_of_slurm_outlives_the_set_up_lines(
+    stage: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
+    """A run whose lines had unset the restart count was lost at its second end."""
+    lines = ("unset ${!SLURM_C*}", "trap 'echo on $SLURM_CLUSTER_NAME' EXIT")
+    assert stage(setup=lines).stdout == f"{sys.executable} 8\non c\n"
+
+
+def test_a_start_that_hpc_ddp_puts_off_is_no_end_of_set_up_lines(
+    stage: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    """The job that waited for this one was cancelled then."""
+    (tmp_path / "bin" / "sleep").unlink()
+    for name in ("date", "sleep"):
+        (tmp_path / "bin" / name).symlink_to(shutil.which(name) or name)
+    done = stage(setup=("echo $SLURM_RESTART_COUNT",), continue_by="resubmit")
+    assert (done.returncode, done.stdout) == (0, "python batch queue-next\n"), done.stderr
 
 
 def test_options_of_the_submitting_shell_do_not_end_a_job(
