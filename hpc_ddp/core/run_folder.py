@@ -243,7 +243,7 @@ class RunFolder:
 
     def lacks_teardown(self, lines: Sequence[str]) -> bool:
         """Return whether the run is finished, and the `lines` of its teardown, if any, have not
-        come to their end: a preemption cut them off. Raise as `finished`."""
+        come to their end: a preemption, or the time, cut them off. Raise as `finished`."""
         return bool(lines) and not self.torn_down.exists() and self.finished()
 
     def gpu_hours(self, gpus_per_node: int, now: float | None = None) -> float:

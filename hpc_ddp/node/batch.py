@@ -262,8 +262,8 @@ def plan_teardown(environ: dict[str, str]) -> str:
 
 def lines_of_no_attempt(environ: dict[str, str]) -> str:
     """Return the bash lines of a job that starts no attempt: it ends with 0, after the teardown of
-    a finished run if that was cut off, as by a preemption; where it is cut off again, the job goes
-    on again. Raise OSError and UsageError where job.json can't be read."""
+    a finished run if that was cut off, by a preemption or the time; where it is cut off again, the
+    job goes on again. Raise OSError and UsageError where job.json can't be read."""
     run = run_of_job(environ)
     teardown = JobSpec.from_json(run.job_json.read_bytes()).teardown
     if not run.lacks_teardown(teardown):
@@ -271,7 +271,7 @@ def lines_of_no_attempt(environ: dict[str, str]) -> str:
     say("the run is finished; its teardown was cut off, and is run again")
     end = end_of(ask_about_job(environ["SLURM_JOB_ID"])) or math.inf
     seconds = int(max(1, min(end - VERDICT_S - time.time(), MONTH_S)))
-    cut_off = '[ -z "$_sigterm" ] || _run_part batch cut-off'
+    cut_off = '[ -z "$_sigterm$_cut_off" ] || _run_part batch cut-off'
     return f"export HPC_DDP_VERDICT=finished\n_tear_down {seconds}\n{cut_off}\nexit 0"
 
 

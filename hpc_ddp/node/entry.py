@@ -62,7 +62,7 @@ if __name__ == "__main__":
         if sys.argv[1] != "batch":
             raise
         if os.environ.get("HPC_DDP_TRY") == "0":
-            print(f"hpc-ddp: its part can't be loaded, and is tried again: {error}", file=sys.stderr)
+            print(f"hpc-ddp: its part can't be loaded yet: {error}", file=sys.stderr)
         sys.exit(111)  # the disk is away: the batch script calls again
     outcome = part.main(sys.argv[2:])
     if isinstance(outcome, int):

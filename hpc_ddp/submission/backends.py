@@ -342,8 +342,8 @@ def start(prepared: PreparedRun, output: Output = None) -> StartedRun:
     the job or process. `output` is as in `Backend.start`.
 
     The mark of an earlier cancel and the count of starts in vain are removed from the run, and from
-    each task of an array that starts. The claim of `Plan.write` on the run is released, also after an error. A disk that
-    refuses the journal is reported on stderr.
+    each task of an array that starts. The claim of `Plan.write` on the run is released, also after
+    an error. A disk that refuses the journal is reported on stderr.
 
     Raises
     ------

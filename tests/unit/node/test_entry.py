@@ -95,7 +95,7 @@ def test_an_old_python_says_so_where_the_verdict_reads_it(
 @pytest.mark.parametrize(
     ("line", "number", "code", "message"),
     [
-        ("import hpc_ddp.away", "0", 111, "hpc-ddp: its part can't be loaded, and is tried again"),
+        ("import hpc_ddp.away", "0", 111, "hpc-ddp: its part can't be loaded yet"),
         ("import hpc_ddp.away", "1", 111, ""),
         ("raise ImportError('libffi.so.8: cannot open')", "0", 1, "ImportError: libffi.so.8"),
     ],

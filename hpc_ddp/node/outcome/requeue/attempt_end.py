@@ -12,7 +12,7 @@ from hpc_ddp.core.job.attempt_folder import AttemptFolder
 from hpc_ddp.core.journal.enums import Action, Cause
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node.outcome.attempt_facts import AttemptFacts
-from hpc_ddp.node.outcome.requeue.chain import own_id
+from hpc_ddp.node.outcome.requeue.chain import leave_to_the_user, own_id
 from hpc_ddp.node.outcome.requeue.excluded_nodes import exclusion_of
 from hpc_ddp.node.outcome.requeue.first_job import RESTARTS
 from hpc_ddp.node.outcome.requeue.job_change import change_job
@@ -81,9 +81,10 @@ def carry_out_verdict(
     link = attempt.link
     ids = facts.restarts, facts.attempt
     start = EndedStart(run, facts.spec, environ, *ids, attempt, verdict.pause_s)
-    is_cut_off = verdict.cause == Cause.FINISHED and facts.job and facts.job.preempted
-    if is_cut_off and run.lacks_teardown(facts.spec.teardown):
-        say("the teardown was cut off by a preemption: the job starts again for it")
+    if verdict.cause == Cause.FINISHED and run.lacks_teardown(facts.spec.teardown):
+        if INTERACTIVE in environ:
+            return leave_to_the_user(environ)
+        say("the teardown was cut off: the job starts again for it")
         return go_on(start, facts.job)
     if verdict.action == Action.REQUEUE:
         if INTERACTIVE in environ:  # an allocation is no batch job: nothing to requeue

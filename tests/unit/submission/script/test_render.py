@@ -594,6 +594,15 @@ def test_a_teardown_that_slurm_ends_is_not_over(tmp_path: Path, code: int) -> No
     assert not (tmp_path / "torn-down").exists()
 
 
+def test_a_teardown_that_the_time_cuts_off_is_not_over(tmp_path: Path) -> None:
+    """The job of a finished run COMPLETED without it, and no start ran it again."""
+    script = f"_answer_of() {{ echo 1 finished; }}\n{_teardown_of('sleep 600')}"
+    env = {**os.environ, "HPC_DDP_RUN": str(tmp_path)}
+    played = subprocess.run(["bash", "-c", script], env=env, capture_output=True, text=True)
+    assert "the teardown has had its 1 s" in played.stderr
+    assert not (tmp_path / "torn-down").exists()
+
+
 def test_clean_up_lines_have_the_scripts_name_and_variables(tmp_path: Path) -> None:
     lines = ('echo "$0 ${DIRS[1]} $HPC_DDP_VERDICT"; f', "exit 3")
     block = _teardown_of(*lines)

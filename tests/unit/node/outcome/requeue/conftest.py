@@ -44,7 +44,7 @@ def end(run: RunFolder, clock: Clock, printed: list[str]) -> Callable[..., int]:
     """Go on after the run's attempt."""
 
     def call(decided: Verdict = GO_ON, lost: tuple[str, ...] = (), **values: Any) -> int:
-        options = ("continue_by", "time", "time_min")
+        options = ("continue_by", "time", "time_min", "teardown")
         spec = {name: values.pop(name) for name in options if name in values}
         attempt, facts = run.attempt(0), facts_of(run, lost, **spec)
         return carry_out_verdict(run, attempt, job_environ(**values), facts, decided)

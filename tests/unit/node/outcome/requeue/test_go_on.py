@@ -13,6 +13,7 @@ from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node.outcome.requeue import next_start
 from hpc_ddp.node.outcome.requeue.excluded_nodes import KEPT_OFF_S
 from hpc_ddp.node.outcome.verdict import Verdict
+from tests.raw_events import raw
 from unit.fakes import Clock, Slurm
 from unit.node.outcome.requeue.fakes import (
     RUNNING,
@@ -35,6 +36,21 @@ def test_a_job_is_requeued_by_its_own_id(
     assert changes_of(slurm_commands) == [["requeue", "7"], ["requeue", "5_1"]]
     assert slurm_commands.calls("scontrol")[0] == ["show", "job", "7"]
     assert printed == []
+
+
+def test_a_finished_run_whose_teardown_was_cut_off_starts_again_for_it(
+    slurm_commands: Slurm, end: Callable[..., int], printed: list[str], run: RunFolder
+) -> None:
+    """By the job's time limit, say."""
+    slurm_commands.answer("scontrol", SHOWN_JOB.format("RUNNING", 2))
+    finished = Verdict(Cause.FINISHED, Action.NONE, "")
+    run.journal("rank-0").write(raw("finished", step=1))
+    assert end(finished, teardown=("cp -r a b",)) == 0
+    assert changes_of(slurm_commands) == [["requeue", "7"]]
+    assert printed == ["the teardown was cut off: the job starts again for it"]
+    run.torn_down.touch()
+    assert end(finished, teardown=("cp -r a b",)) == 0
+    assert changes_of(slurm_commands) == [["requeue", "7"]]
 
 
 @pytest.mark.parametrize(
