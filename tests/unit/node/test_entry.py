@@ -108,7 +108,7 @@ def test_a_part_that_is_away_is_told_from_one_that_never_loads(
     (lib / "node.py").write_text(ENTRY.read_text())
     (lib / "hpc_ddp/node/batch.py").write_text(line)
     env = {**os.environ, "HPC_DDP_TRY": number}
-    words = [sys.executable, lib / "node.py", "batch", "begin"]
+    words = [sys.executable, str(lib / "node.py"), "batch", "begin"]
     done = subprocess.run(words, env=env, capture_output=True, text=True)
     assert done.returncode == code
     assert message in done.stderr
