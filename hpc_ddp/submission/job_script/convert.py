@@ -36,7 +36,11 @@ from hpc_ddp.submission.job_script.statements.loaded_texts import sentences_on
 from hpc_ddp.submission.job_script.statements.names import note_lost_variables, take_shell_variables
 from hpc_ddp.submission.job_script.statements.reader import Reader
 from hpc_ddp.submission.job_script.statements.sorting import Sorter
-from hpc_ddp.submission.job_script.statements.statement import Statement, first_load
+from hpc_ddp.submission.job_script.statements.statement import (
+    Statement,
+    first_load,
+    join_exit_codes,
+)
 from hpc_ddp.submission.job_script.statements.training_choice import (
     choose_launch,
     has_launch,
@@ -362,6 +366,7 @@ def convert(
     reader.restore_definitions()
     launch, at = choose_launch(reader, result)
     at = _join_child_shells(reader, at) if launch else at
+    join_exit_codes(reader.statements, at)
     _mark_exported(reader.statements, environ.keys())
     sorter = Sorter(reader, result, launch, at, start, name)
     take_shebang(text.partition("\n")[0], result)

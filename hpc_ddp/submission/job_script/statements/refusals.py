@@ -353,6 +353,7 @@ class Refusals:
         once, and by no file that a line between both loads.
         """
         text = "\n".join(s.text for s in with_functions(statement, self.functions))
+        text = re.sub(r"\$\?|PIPESTATUS", "", text) if statement.asks_itself else text
         line = statement.lines[0]
         values = {
             name: path

@@ -103,6 +103,23 @@ def test_a_test_behind_the_training_is_left_to_a_finished_run(
         ("{} && echo a || mail bad\nmail kept", "mail kept/mail bad;mail kept"),
         ("{} &\nP=$!\nwait $P || RC=$?\nmail $RC", "mail/mail 1"),
         # The codes of other commands are theirs.
+        (
+            "{}\nRC=$?\nbad a\nif [ $? -ne 0 ]; then mail no; exit 1; fi\nmail c",
+            "mail no/mail no/mail no",
+        ),
+        ("{}\nbad a\nRC=$?\nmail $RC", "mail 3/mail 3/mail 3"),
+        ("{}\nRC=$?\nbad a\nC=$?\nmail $RC $C", "mail 0 3/mail 1 3"),
+        ("{}\nRC=$?\nbad a || RC=$?\nif [ $RC -ne 0 ]; then mail no; fi", "mail no/mail no"),
+        ("{}\nA=$(bad a)\nif [ $? -ne 0 ]; then mail no; fi", "mail no/mail no/mail no"),
+        (
+            "{}\nbad a | cat\nif [ ${{PIPESTATUS[0]}} = 3 ]; then mail no; fi",
+            "mail no/mail no/mail no",
+        ),
+        ("{}\necho a\nif [ $? = 0 ]; then mail ok; fi", "mail ok/mail ok/mail ok"),
+        ("{}\necho a\nRC=$?\nmail $RC", "mail 0/mail 0/mail 0"),
+        ("{}\nif ! bad a; then F=$?; mail $F; fi", "mail 0/mail 0/mail 0"),
+        ("{}\npython eval.py\nif [ $? -eq 0 ]; then mail ok; fi", "mail ok//"),
+        ("c() {{ if [ $? -ne 0 ]; then mail no; fi; }}\n{}\nbad a\nc", "mail no/mail no/mail no"),
         ("{}\nmail b || exit 1\nmail c", "mail b;mail c/mail b;mail c/mail b;mail c"),
         ("{}\nsrun python eval.py || exit 1\nmail c", "mail c/mail c/mail c"),
         ("{}\nsrun python eval.py && mail c", "mail c//"),
@@ -114,7 +131,7 @@ def test_lines_behind_the_launch_have_its_exit_code_by_the_verdict(
     tmp_path: Path, lines: str, ends: str
 ) -> None:
     settings = of_text(tmp_path, lines.format("srun python train.py")).settings()
-    mail = 'mail() { echo "mail $*"; }; srun() { :; }; python() { :; }'
+    mail = 'mail() { echo "mail $*"; }; srun() { :; }; python() { :; }; bad() { return 3; }'
     code = "\n".join((mail, *settings.get("setup", ()), *settings["teardown"]))
     printed = []
     for verdict in ("finished", "failed", "preempted"):
