@@ -27,7 +27,7 @@ from hpc_ddp.submission.job_script.conversion import (
 )
 from hpc_ddp.submission.job_script.launchers.launch import Launch
 from hpc_ddp.submission.job_script.launchers.option_names import is_launcher
-from hpc_ddp.submission.job_script.launchers.tasks import only_ends_run
+from hpc_ddp.submission.job_script.launchers.tasks import only_follows
 from hpc_ddp.submission.job_script.secrets import is_secret, looks_secret
 from hpc_ddp.submission.job_script.statements.reader import Reader
 from hpc_ddp.submission.job_script.statements.requeues import separate_requeue
@@ -48,12 +48,6 @@ _STEP = re.compile(
 _STARTS = re.compile(rf"\b(torchrun|deepspeed|accelerate launch)\s.*\.py\b|{STARTS_PYTHON}", re.S)
 # A command whose first word is a variable's.
 _BY_VARIABLE = re.compile(r"(?:(?:eval|exec|time|nohup)\s+)*[\"'`]?\$\{?(\w+)")
-# The program of Python in a text, without its folder or package, and its arguments.
-_PROGRAM = re.compile(
-    r"\bpython[\d.]*\s+(-[A-Za-ln-z]\s+)*(-m\s+(\w+\.)*|([^\s-]\S*/)?)(?P<name>[\w-]+)(\.py\b)?"
-    r"(?P<arguments>.*)",
-    re.S,
-)
 # A node's address, asked for by ssh.
 _ASKS_ADDRESS = re.compile(
     r"(export\s+)?\w+=[\"']?(\$\(|`)\s*ssh\s[^|`)]*\bhostname\b[^|`)]*(\|\s*(awk|cut|head|tr|sed)\b[^|`)]*)*[)`][\"']?"
@@ -274,8 +268,7 @@ class Refusals:
             statement.limit, reason = ONCE, ""
         if reason == DELETES and is_after and self._only_deletes_written(text, index):
             reason = ""
-        program = _PROGRAM.search(text) if is_after and reason == TRAINS_BEHIND else None
-        if program and only_ends_run(program["name"], program["arguments"]):
+        if is_after and reason == TRAINS_BEHIND and only_follows(text, self.launch):
             statement.limit, reason = FINALLY, ""
         if not (self.launch or reason) and (
             self._may_launch(text) or self._names_launch(statement)

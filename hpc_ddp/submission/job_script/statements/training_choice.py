@@ -13,6 +13,7 @@ from hpc_ddp.submission.job_script.launchers.tasks import (
     PREPARES,
     TESTS,
     TRAINS,
+    follows_training,
     name_of,
     only_ends_run,
     prepares,
@@ -112,12 +113,21 @@ def _set_others_aside(launches: list[Entry], nodes: int) -> Entry:
         is_plain = index < training[0] and complete and is_preparation
         if is_plain or (entry in aside and counted is not launches):
             _make_plain(statement, training[1])
-        elif index > training[0] and not launch.in_loop and only_ends_run(name_of(launch), words):
+        elif index > training[0] and _ends_run(launch, words, training[2]):
             _make_plain(statement, training[1])
             statement.limit = FINALLY
         elif statement is not training[1]:
             statement.lost = "a second launch: a job has one; submit this one as its own job"
     return training
+
+
+def _ends_run(launch: Launch, words: str, training: Launch) -> bool:
+    """Return whether a launch with the arguments `words` behind the `training` is no training of
+    its own: it tests a model, finishes the run, or is plain Python that does not seem to train."""
+    is_plain = not launch.step and launch.weight == 1
+    name = name_of(launch)
+    ends = follows_training(name, words, training) if is_plain else only_ends_run(name, words)
+    return ends and not launch.in_loop
 
 
 def _only_prepares(launch: Launch) -> bool:

@@ -71,6 +71,13 @@ def test_a_launcher_comes_before_plain_python(tmp_path: Path) -> None:
         ("uv run python report.py", True),
         ("python other.py finalize", True),
         ("python train.py report", False),
+        ("python -u -m pkg.render --ckpt out/field.pt", True),
+        ("python verify.py |& tee log", True),
+        ("for c in a b; do python verify.py $c; done", True),
+        ("if [ -f x ]; then python verify.py; python train2.py; fi", False),
+        ("python verify.py --epochs 3", False),
+        ("python finetune.py", False),
+        ("srun python verify.py", False),
         ("python stage2.py", False),
         ("srun python train.py --eval_steps 100", False),
         ("python main.py --test-size 3", False),
@@ -83,6 +90,11 @@ def test_a_test_behind_the_training_is_left_to_a_finished_run(
     conversion = of_text(tmp_path, f"#SBATCH --nodes=1\nsrun python train.py\n{line}\n")
     assert (conversion.group(5)[0] == LOST) is not is_test
     assert ("once the training has finished" in str(conversion.notes)) is is_test
+
+
+def test_of_plain_programs_without_a_training_name_a_second_may_train(tmp_path: Path) -> None:
+    conversion = of_text(tmp_path, "python model.py\npython other.py\n")
+    assert conversion.group(4)[0] == LOST
 
 
 @pytest.mark.parametrize(
