@@ -319,6 +319,10 @@ class Sorter:
                     return Fate(OURS, "srun has the option itself")
                 self.result.append("srun", f"--cpu-bind={content}", statement.lines[0])
                 return Fate(TAKEN, "--cpu-bind of srun")
+            if name == "SLURM_JOB_NAME":  # srun ignores it in a job
+                text = "the program alone reads it: job-name = … names the job"
+                self.result.note(statement.lines[0], text)
+                return self._keep_as_line(statement, f"export {statement.text}", index > self._at)
             text = f"{name} would change hpc-ddp's step: an option of srun in its place"
             return Fate(LOST, text)
         if name == "IFS":  # it says how bash splits the lines behind it
