@@ -32,6 +32,7 @@ from hpc_ddp.submission.job_script.script_text import (
     take_shebang,
 )
 from hpc_ddp.submission.job_script.sizes import read_texts
+from hpc_ddp.submission.job_script.statements.deletions import separate_deletions
 from hpc_ddp.submission.job_script.statements.loaded_texts import sentences_on
 from hpc_ddp.submission.job_script.statements.names import note_lost_variables, take_shell_variables
 from hpc_ddp.submission.job_script.statements.reader import Reader
@@ -367,6 +368,7 @@ def convert(
     launch, at = choose_launch(reader, result)
     at = _join_child_shells(reader, at) if launch else at
     join_exit_codes(reader.statements, at)
+    at = separate_deletions(reader.statements, at)
     _mark_exported(reader.statements, environ.keys())
     sorter = Sorter(reader, result, launch, at, start, name)
     take_shebang(text.partition("\n")[0], result)

@@ -500,3 +500,25 @@ def test_no_note_is_false(lines: tuple[str, ...], text: str) -> None:
 def test_a_task_ends_where_its_folder_is_missing() -> None:
     settings = of_text("srun bash -c 'cd a && torchrun train.py'").settings()
     assert settings["node-setup"] == ["cd a || exit"]
+
+
+def test_the_jobs_name_of_a_script_is_for_its_program() -> None:
+    conversion = of_text("export SLURM_JOB_NAME=b", f"{TRAIN} --name $SLURM_JOB_NAME")
+    assert conversion.settings()["setup"] == ["export SLURM_JOB_NAME=b"]
+    assert conversion.settings()["args"] == ["--name", "b"]
+    assert conversion.group(2)[0] == TAKEN
+    assert "job-name = … names the job" in str(conversion.notes)
+
+
+@pytest.mark.parametrize(
+    "command", ["rm -rf /scratch/old", "find /scratch -name 'r.*' \\\n  -exec rm -rf {} + || true"]
+)
+def test_of_a_staging_step_only_the_command_that_deletes_is_left_out(command: str) -> None:
+    lines = "srun -N 2 bash -s <<'NODE'", "mkdir -p /s/data", command, "cp /d/x.tar /s", "NODE"
+    conversion = of_text("#SBATCH -N 2", *lines, TRAIN)
+    (line,) = conversion.settings()["setup"]
+    assert "rm" not in line
+    assert "cp /d/x.tar /s\nNODE" in line
+    last = 5 + command.count("\n")
+    groups = [conversion.group(n)[0] for n in range(3, last + 3)]
+    assert groups == [TAKEN, TAKEN, *[LOST] * (last - 4), TAKEN, TAKEN]
