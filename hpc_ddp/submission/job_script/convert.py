@@ -32,9 +32,9 @@ from hpc_ddp.submission.job_script.script_text import (
     take_shebang,
 )
 from hpc_ddp.submission.job_script.sizes import read_texts
-from hpc_ddp.submission.job_script.statements.deletions import separate_deletions
 from hpc_ddp.submission.job_script.statements.loaded_texts import sentences_on
 from hpc_ddp.submission.job_script.statements.names import note_lost_variables, take_shell_variables
+from hpc_ddp.submission.job_script.statements.parts import separate_deletions
 from hpc_ddp.submission.job_script.statements.reader import Reader
 from hpc_ddp.submission.job_script.statements.sorting import Sorter
 from hpc_ddp.submission.job_script.statements.statement import (

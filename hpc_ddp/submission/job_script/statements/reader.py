@@ -16,8 +16,8 @@ from hpc_ddp.submission.job_script.conversion import DECIDED, ENDED, OURS, first
 from hpc_ddp.submission.job_script.launchers.launch import Launch
 from hpc_ddp.submission.job_script.statements.branch_reading import CHOOSES, BranchReading
 from hpc_ddp.submission.job_script.statements.loaded_texts import sentences_on
+from hpc_ddp.submission.job_script.statements.parts import does_more
 from hpc_ddp.submission.job_script.statements.reading import OF_ARGUMENTS
-from hpc_ddp.submission.job_script.statements.requeues import does_more
 from hpc_ddp.submission.job_script.statements.statement import (
     Statement,
     calls,

@@ -29,12 +29,13 @@ from hpc_ddp.submission.job_script.launchers.launch import Launch
 from hpc_ddp.submission.job_script.launchers.option_names import is_launcher
 from hpc_ddp.submission.job_script.launchers.tasks import only_follows
 from hpc_ddp.submission.job_script.secrets import is_secret, looks_secret
+from hpc_ddp.submission.job_script.statements.parts import separate_requeue
 from hpc_ddp.submission.job_script.statements.reader import Reader
-from hpc_ddp.submission.job_script.statements.requeues import separate_requeue
 from hpc_ddp.submission.job_script.statements.statement import (
     Statement,
     keeps_exit_code,
     leaves_exit_code,
+    names_file,
     with_functions,
 )
 
@@ -174,7 +175,7 @@ class Refusals:
         to these; a name that an assignment sets is known again. Both have lines, as ``line 7``."""
         line = f"line {statement.lines[0]}"
         read_files = () if PRINTS.match(statement.text) else files
-        for file in (file for file in read_files if _names_file(statement.text, file)):
+        for file in (file for file in read_files if names_file(statement.text, file)):
             statement.lost = statement.lost or f"it needs {file}, of {files[file]}"
         if statement.lost:
             files |= dict.fromkeys(syntax.files_written(statement.text), line)
@@ -378,13 +379,3 @@ def _only_tidies(text: str) -> bool:
     root = syntax.parse(text)
     is_if = [child.type for child in root.named_children] == ["if_statement"]
     return is_if and blocks.only_reports(root, {"rm", "mkdir", "["})
-
-
-def _names_file(text: str, file: str) -> bool:
-    """Return whether bash code, `text`, names a `file` of `syntax.files_written` without writing
-    it; a longer path that the file's name is a part of does not count."""
-    text = re.sub(r"\$\{(\w+)\}", r"$\1", text)  # as `files_written` has variables
-    text = re.sub(r">>?\s*[\"']?[^\s;&|]+", " ", text)  # files that it writes
-    return bool(
-        re.search(rf"(?<![\w./-])(\.|\$PWD)?\"?/?\"?{re.escape(file)}(?![\w/-]|\.\w)", text)
-    )

@@ -178,9 +178,9 @@ def join_exit_codes(statements: list[Statement], at: int) -> None:
     of another command to that command's: both stay, or neither. A print, say, whose code is 0,
     stays apart. Set `asks_itself`. Raise as `syntax.parse`."""
     functions = {s.defines: s for s in statements if s.defines}
-    joined = statements[: at + 1]
+    commands = statements[: at + 1]
     for statement in statements[at + 1 :]:
-        before, is_behind = joined[-1], _is_right_behind(joined, at)
+        before, is_behind = commands[-1], _is_right_behind(commands, at)
         texts = [s.text for s in with_functions(statement, functions)]
         is_apart = statement.in_task or statement.defines or statement.asks or statement.launch
         statement.asks_itself = not (is_apart or _asks_before(statement.text))
@@ -195,8 +195,8 @@ def join_exit_codes(statements: list[Statement], at: int) -> None:
             elif statement.shells == before.shells:
                 _join(before, statement)
                 continue
-        joined.append(statement)
-    statements[:] = joined
+        commands.append(statement)
+    statements[:] = commands
 
 
 def _body_of(text: str) -> str:
@@ -334,3 +334,13 @@ def calls(statement: Statement, name: str) -> bool:
     is_notice = statement.first == "trap" and not ON_EXIT.match(statement.text)
     is_line = not (statement.launch or statement.name or statement.lost or is_notice)
     return is_line and name in statement.names
+
+
+def names_file(text: str, file: str) -> bool:
+    """Return whether bash code, `text`, names a `file` of `syntax.files_written` without writing
+    it; a longer path that the file's name is a part of does not count."""
+    text = re.sub(r"\$\{(\w+)\}", r"$\1", text)  # as `files_written` has variables
+    text = re.sub(r">>?\s*[\"']?[^\s;&|]+", " ", text)  # files that it writes
+    return bool(
+        re.search(rf"(?<![\w./-])(\.|\$PWD)?\"?/?\"?{re.escape(file)}(?![\w/-]|\.\w)", text)
+    )

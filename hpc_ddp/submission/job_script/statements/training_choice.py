@@ -7,7 +7,13 @@ from collections.abc import Sequence
 
 from hpc_ddp.submission.job_script.bash import syntax
 from hpc_ddp.submission.job_script.bash.values import Counted
-from hpc_ddp.submission.job_script.conversion import FINALLY, STARTS_PYTHON, TAKEN, Conversion
+from hpc_ddp.submission.job_script.conversion import (
+    FINALLY,
+    PRINTS,
+    STARTS_PYTHON,
+    TAKEN,
+    Conversion,
+)
 from hpc_ddp.submission.job_script.launchers.launch import Launch
 from hpc_ddp.submission.job_script.launchers.tasks import (
     PREPARES,
@@ -20,7 +26,7 @@ from hpc_ddp.submission.job_script.launchers.tasks import (
 )
 from hpc_ddp.submission.job_script.statements.open_commands import leave_empty
 from hpc_ddp.submission.job_script.statements.reader import Reader
-from hpc_ddp.submission.job_script.statements.statement import Statement
+from hpc_ddp.submission.job_script.statements.statement import Statement, names_file
 
 # What a launch is to be chosen from: the index of its statement, the statement, and the launch.
 Entry = tuple[int, Statement, Launch]
@@ -64,9 +70,17 @@ def choose_launch(reader: Reader, result: Conversion) -> tuple[Launch | None, in
         return None, at
     output, _ = result.values.get("output", ("", 0))  # which has a link to the log
     files = dict.fromkeys((chosen.output, *training.outputs))  # each once
-    if names := [name for name in files if name not in ("", output)]:
-        text = f"its output is in the run's log, not in {' and '.join(names)}: hpc-ddp logs"
-        result.note(chosen.lines[0], text)
+    files = {name: None for name in files if name not in ("", output)}
+    readers = _find_readers(reader.statements[at + 1 :], [*files])
+    if readers and (link := _link_to_log(chosen, [*readers])):
+        reader.statements.insert(at, link)
+        result.note(chosen.lines[0], "lines read its output: the file is a link to the run's log")
+        at += 1
+    else:
+        for name, line in readers.items():
+            result.note(line, f"nothing writes {name}: $HPC_DDP_RUN/logs/slurm.out has the output")
+        text = f"its output is in the run's log, not in {' and '.join(files)}: hpc-ddp logs"
+        result.notes += [(chosen.lines[0], text)] * bool(files)
     behind = statements[statements.index(chosen) + 1 :]
     if chosen.text.endswith(" &") and not any(re.match(r"wait\b", s.text) for s in behind):
         text = "nothing waits for it, so that the script's job would end at once: hpc-ddp waits"
@@ -84,6 +98,29 @@ def choose_launch(reader: Reader, result: Conversion) -> tuple[Launch | None, in
         result.note(chosen.lines[0], f"{text}: {kind}")
     leave_empty(training, statements, reader.open_commands)
     return training, at
+
+
+def _find_readers(statements: Sequence[Statement], files: Sequence[str]) -> dict[str, int]:
+    """Return the line of the first of `statements`, those behind the launch, that names one of the
+    `files` which the launch writes, and does more than print, by the file."""
+    readers = dict[str, int]()
+    for statement in statements:
+        if not (statement.in_task or PRINTS.match(statement.text)):
+            for file in files:
+                name = re.sub(r"\$\{(\w+)\}", r"$\1", file.strip("\"'"))
+                if names_file(statement.text, name):
+                    readers.setdefault(file, statement.lines[0])
+    return readers
+
+
+def _link_to_log(launch: Statement, files: Sequence[str]) -> Statement | None:
+    """Return a line before the `launch` that makes the `files` links to the run's log. None where a
+    task makes one, where the launch adds to it, or where its name has other code than variables."""
+    adds = re.search(r">>|\btee\s+(-a|--append)", launch.around or launch.text)
+    if adds or launch.in_task or not all(re.fullmatch(r'("?)[\w./${}:-]+\1', f) for f in files):
+        return None
+    lines = (f'ln -sf "$HPC_DDP_RUN/logs/slurm.out" {file}' for file in files)
+    return Statement("\n".join(lines), (launch.lines[0],) * 2, shells=launch.shells)
 
 
 def _set_others_aside(launches: list[Entry], nodes: int) -> Entry:

@@ -522,3 +522,24 @@ def test_of_a_staging_step_only_the_command_that_deletes_is_left_out(command: st
     last = 5 + command.count("\n")
     groups = [conversion.group(n)[0] for n in range(3, last + 3)]
     assert groups == [TAKEN, TAKEN, *[LOST] * (last - 4), TAKEN, TAKEN]
+
+
+@pytest.mark.parametrize(
+    ("launch", "line", "link"),
+    [
+        (f"{TRAIN} |& tee t.log", "grep loss t.log > r", "t.log"),
+        (f'LOG=t.log; {TRAIN} > "$LOG" 2>&1', "cp ${LOG} keep", '"$LOG"'),
+        (f"srun -o t.log {TRAIN[5:]}", "cp t.log keep", "t.log"),
+        (f"{TRAIN} > t.log", "echo t.log", None),
+        (f"{TRAIN} >> t.log", "cp t.log keep", ""),
+        (f"srun bash -c '{TRAIN[5:]} > t.log'", "cp t.log keep", ""),
+        (f"{TRAIN} | tee t_$(date).log", "cp t_*.log keep", None),
+    ],
+)
+def test_lines_read_the_runs_log(launch: str, line: str, link: str | None) -> None:
+    conversion = of_text(launch, line)
+    setup = "\n".join(conversion.settings().get("setup", ()))
+    text = f'ln -sf "$HPC_DDP_RUN/logs/slurm.out" {link}'
+    assert (text in setup) is bool(link)
+    assert ("nothing writes t.log" in str(conversion.notes)) is (link == "")
+    assert conversion.settings()["teardown"] == [line]
