@@ -252,7 +252,7 @@ def follows_training(name: str, arguments: str, training: Launch) -> bool:
     no second training: it tests or finishes a run, or nothing of it says that it may train. Where
     the training itself is plain Python whose name says nothing, any other program may train."""
     program, name = (re.sub(r"\.py$", "", n).rsplit(".", 1)[-1] for n in (name_of(training), name))
-    is_clear = training.weight > 1 or TRAINS.search(program)
+    is_clear = "$" not in name and (training.weight > 1 or TRAINS.search(program))
     may_train = any(pattern.search(name) for pattern in (TRAINS, _MAY_TRAIN))
     may_train |= name == program or bool(_TRAINS_BY.search(arguments))
     return only_ends_run(name, arguments) or bool(is_clear and not may_train)

@@ -202,13 +202,15 @@ class Refusals:
         pieces = (text for text, _ in split_quoted(statement.text) if text[:1] != "#")
         return files == {file} and not _DOES_MORE.search(" ".join(pieces))
 
-    def _fill_in_values(self, text: str) -> str:
+    def _fill_in_values(self, text: str, is_static: bool = True) -> str:
         """Return bash code, `text`, with the values of the batch script's variables that are known
-        in place of ``$NAME`` and ``${NAME}``."""
+        in place of ``$NAME`` and ``${NAME}``, also those with code unless `is_static`."""
         values = {
             name: s.assigned.text
             for name, s in self.assigned.items()
-            if isinstance(s.assigned, Word) and s.assigned.is_static and s.assigned.text
+            if isinstance(s.assigned, Word)
+            and s.assigned.text
+            and (s.assigned.is_static or not is_static)
         }
         return re.sub(r"\$(?:(\w+)|\{(\w+)\})", lambda m: values.get(m[1] or m[2], m[0]), text)
 
@@ -269,7 +271,10 @@ class Refusals:
             statement.limit, reason = ONCE, ""
         if reason == DELETES and is_after and self._only_deletes_written(text, index):
             reason = ""
-        if is_after and reason == TRAINS_BEHIND and only_follows(text, self.launch):
+        filled = self._fill_in_values(text, is_static=False) if is_after else text
+        if is_after and not reason and re.match(STARTS_PYTHON, filled, re.S):
+            reason = TRAINS_BEHIND  # python $T | tee log
+        if is_after and reason == TRAINS_BEHIND and only_follows(filled, self.launch):
             statement.limit, reason = FINALLY, ""
         if not (self.launch or reason) and (
             self._may_launch(text) or self._names_launch(statement)

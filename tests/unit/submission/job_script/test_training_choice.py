@@ -77,6 +77,9 @@ def test_a_launcher_comes_before_plain_python(tmp_path: Path) -> None:
         ("if [ -f x ]; then python verify.py; python train2.py; fi", False),
         ("python verify.py --epochs 3", False),
         ("python finetune.py", False),
+        ("python $UNKNOWN --ckpt a", False),
+        ("python3 $T |& tee log", True),
+        ("python3 $T", True),
         ("srun python verify.py", False),
         ("python stage2.py", False),
         ("srun python train.py --eval_steps 100", False),
@@ -87,7 +90,7 @@ def test_a_launcher_comes_before_plain_python(tmp_path: Path) -> None:
 def test_a_test_behind_the_training_is_left_to_a_finished_run(
     tmp_path: Path, line: str, is_test: bool
 ) -> None:
-    conversion = of_text(tmp_path, f"#SBATCH --nodes=1\nsrun python train.py\n{line}\n")
+    conversion = of_text(tmp_path, f"#SBATCH --nodes=1\nT=$A/x.py; srun python train.py\n{line}\n")
     assert (conversion.group(5)[0] == LOST) is not is_test
     assert ("once the training has finished" in str(conversion.notes)) is is_test
 
