@@ -103,7 +103,9 @@ _TESTING = re.compile(
     r"|(?<!\S)--?(mode|phase|stage|task)[ =](eval|test|infer|predict)", re.I
 )  # fmt: skip
 # Names and options of a program that may train, though its name does not say so.
-_MAY_TRAIN = re.compile(r"(stage|phase|distil|adapt|learn|ppo|grpo|align|prun|(?<![a-z])rl)", re.I)
+_MAY_TRAIN = re.compile(
+    r"(train|tun(e|ing)|stage|phase|distil|adapt|learn|ppo|grpo|align|prun|(?<![a-z])rl)", re.I
+)
 _TRAINS_BY = re.compile(
     r"(?<![\w-])([\w.+-]*[-._+])?(epochs?|lr|learning[-_]rate|optim(izer)?|max[-_]steps)(?=[\s=]|$)",
     re.I,
@@ -243,7 +245,8 @@ def only_ends_run(name: str, arguments: str) -> bool:
     """Return whether a program tests a model or finishes a run's results, by its `name` or
     `arguments`, and does not train."""
     first = re.match(r"\s*[\w-]*", arguments)[0]  # type: ignore[index]
-    is_last = TESTS.search(name) or _FINISHES.search(f"{name} {first}")
+    finishes = _FINISHES.search(f"{name} {first}") and not _MAY_TRAIN.search(first)
+    is_last = TESTS.search(name) or finishes
     return bool(_TESTING.search(arguments) or (is_last and not TRAINS.search(name)))
 
 
@@ -253,7 +256,8 @@ def follows_training(name: str, arguments: str, training: Launch) -> bool:
     the training itself is plain Python whose name says nothing, any other program may train."""
     program, name = (re.sub(r"\.py$", "", n).rsplit(".", 1)[-1] for n in (name_of(training), name))
     is_clear = "$" not in name and (training.weight > 1 or TRAINS.search(program))
-    may_train = any(pattern.search(name) for pattern in (TRAINS, _MAY_TRAIN))
+    words = f"{name} {arguments.strip().partition(' ')[0]}"  # the first may be a command
+    may_train = bool(TRAINS.search(name) or _MAY_TRAIN.search(words))
     may_train |= name == program or bool(_TRAINS_BY.search(arguments))
     return only_ends_run(name, arguments) or bool(is_clear and not may_train)
 

@@ -42,12 +42,19 @@ class Place:
     in_loop: bool = False  # over the nodes
     in_text: bool = False  # of a bash -c or an eval
     in_image: bool = False  # of a container
+    call: Statement | None = None  # the outermost call of a function in whose body it stands
     leaves: str = ""  # commands that leave the function or the loop that is taken apart
 
     def search_place(self, step: str) -> Place:
         """Return the place for a search of the text for launches, in tasks of `step`, which is as
         here for ''. It counts as one in a loop over the nodes, where `read_launch` sees most."""
         return replace(self, lines=None, shift=None, step=step or self.step, in_loop=True)
+
+    def of_call(self, definition: Place, call: Statement) -> Place:
+        """Return the place of the body of a function, with that of its `definition`, for a `call`
+        of it here."""
+        place = replace(self, lines=definition.lines, shift=definition.shift, leaves="return")
+        return replace(place, call=self.call or call)
 
     @property
     def in_task(self) -> bool:
@@ -89,6 +96,7 @@ class Statement:
     sets: set[str] = field(default_factory=set)
     of_script: bool = True  # False for one made of a part of a word
     outer: Launch | None = None  # around the bash -c in whose text it stands
+    call: Statement | None = None  # as in its `Place`
     shells: tuple[int, ...] = ()  # the child shells that run it, each by a number of its own
 
     @property

@@ -61,6 +61,8 @@ def choose_launch(reader: Reader, result: Conversion) -> tuple[Launch | None, in
         lost = (i for i, s in enumerate(statements) if "launch" in s.lost)
         return None, next(lost, len(statements))
     at, chosen, training = _set_others_aside(launches, nodes)
+    _join_other_calls(statements, chosen)
+    at = next(index for index, statement in enumerate(statements) if statement is chosen)
     early = [entry for entry in launches if not (entry[1].launch or any(entry[1].limit))]
     for statement in (s for _, s, launch in early if _trains(launch)):
         reason = "it may be a training of its own, and runs before each attempt"
@@ -98,6 +100,22 @@ def choose_launch(reader: Reader, result: Conversion) -> tuple[Launch | None, in
         result.note(chosen.lines[0], f"{text}: {kind}")
     leave_empty(training, statements, reader.open_commands)
     return training, at
+
+
+def _join_other_calls(statements: list[Statement], training: Statement) -> None:
+    """Replace the statements of each other call of the function that has the `training`, if the
+    launch in them is lost, by the call, which is lost for the same reason."""
+    name = training.call.text.split()[0] if training.call else ""
+    launches = [s for s in statements if s.call and s.launch and s.lost]
+    for statement in (s for s in launches if s.call is not training.call):
+        call = statement.call
+        body = [s for s in statements if s.call is call]
+        if call and body and call.text.split()[0] == name:
+            call.shells = body[0].shells
+            call.lost, call.sets = statement.lost, {n for s in body for n in (s.name, *s.sets) if n}
+            at = next(index for index, s in enumerate(statements) if s.call is call)
+            statements[:] = [s for s in statements if s.call is not call]
+            statements.insert(at, call)
 
 
 def _find_readers(statements: Sequence[Statement], files: Sequence[str]) -> dict[str, int]:
@@ -141,7 +159,7 @@ def _set_others_aside(launches: list[Entry], nodes: int) -> Entry:
     # Launches in the text of one bash -c have the same text: the last of them is the training.
     training = [
         entry for entry in candidates
-        if entry[1] is first or (entry[1].in_task and entry[1].text == first.text)
+        if entry[1] is first or (entry[1].in_task and entry[1].outer is first.outer)
     ][-1]  # fmt: skip
     for entry in launches:
         index, statement, launch = entry

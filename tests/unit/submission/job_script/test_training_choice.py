@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_ddp.submission.job_script.conversion import LOST, Conversion
+from hpc_ddp.submission.job_script.conversion import LOST, TAKEN, Conversion
 from hpc_ddp.submission.job_script.convert import convert
 
 HEAD = "#!/bin/bash\n#SBATCH --nodes=1 --gpus-per-node=1\n"
@@ -71,6 +71,7 @@ def test_a_launcher_comes_before_plain_python(tmp_path: Path) -> None:
         ("uv run python report.py", True),
         ("python other.py finalize", True),
         ("python train.py report", False),
+        ("python -m medumm post-train", False),
         ("python -u -m pkg.render --ckpt out/field.pt", True),
         ("python verify.py |& tee log", True),
         ("for c in a b; do python verify.py $c; done", True),
@@ -93,6 +94,19 @@ def test_a_test_behind_the_training_is_left_to_a_finished_run(
     conversion = of_text(tmp_path, f"#SBATCH --nodes=1\nT=$A/x.py; srun python train.py\n{line}\n")
     assert (conversion.group(5)[0] == LOST) is not is_test
     assert ("once the training has finished" in str(conversion.notes)) is is_test
+
+
+@pytest.mark.parametrize("shell", ["{}", "bash -c '{}'", "bash -lc '{}'"])
+def test_of_two_calls_of_the_launch_the_first_stays(tmp_path: Path, shell: str) -> None:
+    command = shell.format("exec torchrun train.py --phase $PHASE")
+    lines = f'f() {{ export PHASE="$1"\nsrun {command}; }}\nf a\ncp x y\nf b\n'
+    conversion = of_text(tmp_path, lines)
+    settings = conversion.settings()
+    assert (settings["args"], settings["env"]) == (["--phase", "a"], {"PHASE": "a"})
+    assert settings["teardown"] == ["cp x y"]
+    groups = [conversion.group(line) for line in range(3, 8)]
+    assert [group for group, _ in groups] == [TAKEN, TAKEN, TAKEN, TAKEN, LOST]
+    assert "a second launch" in groups[-1][1]
 
 
 def test_of_plain_programs_without_a_training_name_a_second_may_train(tmp_path: Path) -> None:
