@@ -355,7 +355,8 @@ def tasks_of_node(numbers: Mapping[str, int]) -> int:
 def has_range_of_nodes(directives: Directives, numbers: Mapping[str, int]) -> bool:
     """Return whether the script has ``--nodes``, and not with a single number, as ``2-4``.
     `numbers` are as from `read_sizes`."""
-    return "SLURM_NNODES" not in numbers and "nodes" in directives.options
+    has_number = re.search(r"\d", directives.get("nodes") or "")  # and is no placeholder
+    return "SLURM_NNODES" not in numbers and bool(has_number)
 
 
 def names_not_set(directives: Directives) -> set[str]:

@@ -543,3 +543,23 @@ def test_lines_read_the_runs_log(launch: str, line: str, link: str | None) -> No
     assert (text in setup) is bool(link)
     assert ("nothing writes t.log" in str(conversion.notes)) is (link == "")
     assert conversion.settings()["teardown"] == [line]
+
+
+def test_a_request_of_another_resource_than_gpus_is_none_of_gpus() -> None:
+    conversion = of_text("#SBATCH -N 1 --gres=gpumem:23000m", "#SBATCH --gpus=rtx_4090:1", TRAIN)
+    assert conversion.group(3) == (TAKEN, "--gpus=rtx_4090:1")
+
+
+@pytest.mark.parametrize(("tasks", "is_other"), [(4, True), (8, False), (16, True)])
+def test_two_numbers_of_tasks_get_a_note(tasks: int, is_other: bool) -> None:
+    conversion = of_text(f"#SBATCH --nodes=2 --ntasks-per-node=4 -n{tasks}", TRAIN)
+    assert ("--ntasks counts" in str(conversion.notes)) is is_other
+
+
+@pytest.mark.parametrize("number", ["", "<N>"])
+def test_a_blank_is_no_number(number: str) -> None:
+    command = "srun torchrun --nproc_per_node=$G train.py"
+    conversion = of_text(f"#SBATCH --nodes={number}", "G=", command)
+    assert conversion.settings()["nodes"] == 1
+    assert conversion.group(2)[0] == LOST
+    assert "it is empty: nproc-per-node = N" in conversion.group(4)[1]
