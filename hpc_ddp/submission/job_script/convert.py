@@ -67,6 +67,10 @@ _OLD_PYTHON = re.compile(r"(?i:\bpython[\w-]*)[/-](2\.\d|3\.\d(?!\d))[\w.-]*")
 _TIME = re.compile(r"(?:export\s+)?(\w+)=[\"`$(]*date \+[\"']?%s(?:\.%N)?[\"')`]*")
 _DURATION = re.compile(r"(export\s+)?\w+=([\"`]?\$\(\(|[\"`$(]*(expr|echo)\b)")
 _PLACEHOLDER = re.compile(r"(?<![\w.-])/?(?:path/to/[\w./-]*\w|your[-_]\w+)")
+# A command that reads the script's file, or takes a part of its path.
+_OWN_PATH = re.compile(
+    r"\b(?:cp|cat|source|\.|basename|dirname|readlink|realpath)\s[^;&|]*\$\{?(0\b|BASH_SOURCE)"
+)
 _DRAWN = re.compile(r"\$\{?S?RANDOM\b|\$\{?\$|[(`]\s*(date|mktemp|uuidgen)\b")
 
 
@@ -161,8 +165,9 @@ def _note_values(result: Conversion, numbers: Mapping[str, int]) -> None:
             continue
         if old := _OLD_PYTHON.search(text):
             result.note(line, f"{old[0]}: hpc-ddp needs Python 3.10 or later in the job")
-        if re.search(r"\b(cp|cat|source|\.)\s[^;&|]*\$\{?0\b", text):
-            result.note(line, "$0 is the batch script of hpc-ddp there, and not the script itself")
+        if own_path := _OWN_PATH.search(text):
+            reason = "is the batch script of hpc-ddp there, and not the script itself"
+            result.note(line, f"${own_path[1]} {reason}")
         if changes := _CHANGES_CODE.search(text):
             reason = "changes the folder behind the copy that hpc-ddp submit makes of the code"
             result.note(line, f"{changes[0]} {reason}: call it before the submit")

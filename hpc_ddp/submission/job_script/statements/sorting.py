@@ -303,11 +303,8 @@ class Sorter:
             return Fate(LOST, MARK.format(name))
         if statement.exported and is_option_of_step(name):
             of_job = re.sub("^SRUN_", "SLURM_", name)
-            is_the_jobs = content in (
-                str(self._numbers.get(of_job)),
-                f"${of_job}",
-                f"${{{of_job}}}",
-            )
+            forms = str(self._numbers.get(of_job)), f"${of_job}", f"${{{of_job}}}"
+            is_the_jobs = content in forms
             is_the_jobs |= (name, content) == ("SLURM_EXPORT_ENV", "ALL")
             if name == "SLURM_UNBUFFEREDIO":
                 return Fate(OURS, "the output has no buffer")
@@ -334,7 +331,10 @@ class Sorter:
             return self._write_variable(statement, index, is_used)
         if not statement.of_script:
             return Fate(TAKEN, "the launch")
-        if is_known(assigned):
+        words = [word for word in (assigned if isinstance(assigned, list) else [assigned]) if word]
+        arguments = " ".join(word.text for word in self.launch.args) if self.launch else ""
+        is_argument = bool(words) and all(w.text and w.text in arguments for w in words)
+        if is_known(assigned) or (name in self._in_launch and is_argument):
             return Fate(TAKEN, "its value, where it is used")
         return Fate(OURS, "nothing that is left needs it")
 

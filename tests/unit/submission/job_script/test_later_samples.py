@@ -563,3 +563,16 @@ def test_a_blank_is_no_number(number: str) -> None:
     assert conversion.settings()["nodes"] == 1
     assert conversion.group(2)[0] == LOST
     assert "it is empty: nproc-per-node = N" in conversion.group(4)[1]
+
+
+def test_a_pattern_that_stands_in_the_launch_is_used_there() -> None:
+    lines = "D=/data", 'F=("$D"/c_{00..05}.parquet)', "H=$(hostname)"
+    conversion = of_text(*lines, f'{TRAIN} --f "${{F[@]}}"')
+    assert conversion.group(3) == (TAKEN, "its value, where it is used")
+    assert conversion.group(4)[0] == OURS
+
+
+@pytest.mark.parametrize("name", ["0", "{BASH_SOURCE[0]}"])
+def test_the_path_of_the_script_is_another_one_in_the_job(name: str) -> None:
+    notes = str(of_text(f'export S="$(dirname "${name}")"', TRAIN).notes)
+    assert "is the batch script of hpc-ddp there" in notes
