@@ -122,6 +122,7 @@ class Refusals:
         keeps_code = self.launch is not None and keeps_exit_code(self._statements, self._at)
         has_no_hostfile = False  # a line that writes the file of hosts is left out
         status: set[str] = set()  # variables that have the launch's exit code
+        of_finished: set[str] = set()  # variables that a line for a finished run alone sets
         files: dict[str, str] = {}  # that a lost statement writes, with its line
         of_address: set[str] = set()  # variables that only serve to find the first node's address
         # Variables with the numbers of processes that the script starts, the last time anywhere.
@@ -158,6 +159,9 @@ class Refusals:
                 continue
             if not statement.lost:
                 statement.lost = self._find_refusal(statement, index, training, is_beside)
+            if statement.names & of_finished and not any(statement.limit):
+                statement.limit = FINALLY[0], ""
+            of_finished |= names if statement.limit[0] == FINALLY[0] else set()
             if (statement.lost or has_no_hostfile) and self._is_for_hostfile(statement):
                 statement.lost, statement.decided = "", "hpc-ddp starts the workers on all nodes"
                 has_no_hostfile = True

@@ -217,8 +217,8 @@ class Sorter:
             self.result.note(statement.lines[0], reason)
         test, reason = statement.limit
         if test:
-            text = f"{test} || {{ {text}; }}"
-            self.result.note(statement.lines[0], reason)
+            text = f"{test} || {{ {text}\n}}" if "<<" in text else f"{test} || {{ {text}; }}"
+            self.result.notes += [(statement.lines[0], reason)] * bool(reason)
         return text
 
     def _note_needs(self, statement: Statement, is_after: bool) -> None:
@@ -331,7 +331,7 @@ class Sorter:
             return self._write_variable(statement, index, is_used)
         if not statement.of_script:
             return Fate(TAKEN, "the launch")
-        words = [word for word in (assigned if isinstance(assigned, list) else [assigned]) if word]
+        words = [assigned] if isinstance(assigned, Word) else assigned or []
         arguments = " ".join(word.text for word in self.launch.args) if self.launch else ""
         is_argument = bool(words) and all(w.text and w.text in arguments for w in words)
         if is_known(assigned) or (name in self._in_launch and is_argument):

@@ -148,6 +148,10 @@ def test_of_plain_programs_without_a_training_name_a_second_may_train(tmp_path: 
         ("{}\necho a\nRC=$?\nmail $RC", "mail 0/mail 0/mail 0"),
         ("{}\nif ! bad a; then F=$?; mail $F; fi", "mail 0/mail 0/mail 0"),
         ("{}\npython eval.py\nif [ $? -eq 0 ]; then mail ok; fi", "mail ok//"),
+        (
+            "{}\npython eval.py\nR=$?\n[ $R = 0 ] && mail ok || mail <<E\na\nE\nmail c",
+            "mail ok;mail c/mail c/mail c",
+        ),
         ("c() {{ if [ $? -ne 0 ]; then mail no; fi; }}\n{}\nbad a\nc", "mail no/mail no/mail no"),
         ("{}\nmail b || exit 1\nmail c", "mail b;mail c/mail b;mail c/mail b;mail c"),
         ("{}\nsrun python eval.py || exit 1\nmail c", "mail c/mail c/mail c"),
