@@ -29,7 +29,7 @@ from hpc_ddp.submission.settings.config import OPTIONS
 # Options of sbatch that are keys of hpc-ddp with the same name.
 _OWN_KEYS = {key for key, o in OPTIONS.items() if o.is_sbatch} - {"nodes"}
 # Values that a template has for its users to replace, as <account> and your-partition.
-_OF_NUMBERS = re.compile(r"mem(-per-.*)?|cpus-per-.*|ntasks(-per-.*)?")  # names of options
+_OF_NUMBERS = re.compile(r"nodes|mem(-per-.*)?|cpus-per-.*|ntasks(-per-.*)?")  # names of options
 _PLACEHOLDER = re.compile(
     r"<.*|\{[^\"]*|x{3,}|your[-_ ]?\w*|(my|some)?[-_]?(partition|account)[-_]?(name)?"
     r"|\[[a-z_ ]+\]|todo|changeme.*|.*\bxxx\b.*", re.I)  # fmt: skip

@@ -556,7 +556,7 @@ def test_two_numbers_of_tasks_get_a_note(tasks: int, is_other: bool) -> None:
     assert ("--ntasks counts" in str(conversion.notes)) is is_other
 
 
-@pytest.mark.parametrize("number", ["", "<N>"])
+@pytest.mark.parametrize("number", ["", "<N>", "NODE_NUM"])
 def test_a_blank_is_no_number(number: str) -> None:
     command = "srun torchrun --nproc_per_node=$G train.py"
     conversion = of_text(f"#SBATCH --nodes={number}", "G=", command)
