@@ -34,9 +34,14 @@ from hpc_ddp.submission.job_script.script_text import (
 from hpc_ddp.submission.job_script.sizes import read_texts
 from hpc_ddp.submission.job_script.statements.loaded_texts import sentences_on
 from hpc_ddp.submission.job_script.statements.names import note_lost_variables, take_shell_variables
+from hpc_ddp.submission.job_script.statements.parts import separate_deletions
 from hpc_ddp.submission.job_script.statements.reader import Reader
 from hpc_ddp.submission.job_script.statements.sorting import Sorter
-from hpc_ddp.submission.job_script.statements.statement import Statement, first_load
+from hpc_ddp.submission.job_script.statements.statement import (
+    Statement,
+    first_load,
+    join_exit_codes,
+)
 from hpc_ddp.submission.job_script.statements.training_choice import (
     choose_launch,
     has_launch,
@@ -62,6 +67,10 @@ _OLD_PYTHON = re.compile(r"(?i:\bpython[\w-]*)[/-](2\.\d|3\.\d(?!\d))[\w.-]*")
 _TIME = re.compile(r"(?:export\s+)?(\w+)=[\"`$(]*date \+[\"']?%s(?:\.%N)?[\"')`]*")
 _DURATION = re.compile(r"(export\s+)?\w+=([\"`]?\$\(\(|[\"`$(]*(expr|echo)\b)")
 _PLACEHOLDER = re.compile(r"(?<![\w.-])/?(?:path/to/[\w./-]*\w|your[-_]\w+)")
+# A command that reads the script's file, or takes a part of its path.
+_OWN_PATH = re.compile(
+    r"\b(?:cp|cat|source|\.|basename|dirname|readlink|realpath)\s[^;&|]*\$\{?(0\b|BASH_SOURCE)"
+)
 _DRAWN = re.compile(r"\$\{?S?RANDOM\b|\$\{?\$|[(`]\s*(date|mktemp|uuidgen)\b")
 
 
@@ -156,8 +165,9 @@ def _note_values(result: Conversion, numbers: Mapping[str, int]) -> None:
             continue
         if old := _OLD_PYTHON.search(text):
             result.note(line, f"{old[0]}: hpc-ddp needs Python 3.10 or later in the job")
-        if re.search(r"\b(cp|cat|source|\.)\s[^;&|]*\$\{?0\b", text):
-            result.note(line, "$0 is the batch script of hpc-ddp there, and not the script itself")
+        if own_path := _OWN_PATH.search(text):
+            reason = "is the batch script of hpc-ddp there, and not the script itself"
+            result.note(line, f"${own_path[1]} {reason}")
         if changes := _CHANGES_CODE.search(text):
             reason = "changes the folder behind the copy that hpc-ddp submit makes of the code"
             result.note(line, f"{changes[0]} {reason}: call it before the submit")
@@ -362,6 +372,8 @@ def convert(
     reader.restore_definitions()
     launch, at = choose_launch(reader, result)
     at = _join_child_shells(reader, at) if launch else at
+    join_exit_codes(reader.statements, at)
+    at = separate_deletions(reader.statements, at)
     _mark_exported(reader.statements, environ.keys())
     sorter = Sorter(reader, result, launch, at, start, name)
     take_shebang(text.partition("\n")[0], result)

@@ -29,7 +29,7 @@ from hpc_ddp.submission.settings.config import OPTIONS
 # Options of sbatch that are keys of hpc-ddp with the same name.
 _OWN_KEYS = {key for key, o in OPTIONS.items() if o.is_sbatch} - {"nodes"}
 # Values that a template has for its users to replace, as <account> and your-partition.
-_OF_NUMBERS = re.compile(r"mem(-per-.*)?|cpus-per-.*|ntasks(-per-.*)?")  # names of options
+_OF_NUMBERS = re.compile(r"nodes|mem(-per-.*)?|cpus-per-.*|ntasks(-per-.*)?")  # names of options
 _PLACEHOLDER = re.compile(
     r"<.*|\{[^\"]*|x{3,}|your[-_ ]?\w*|(my|some)?[-_]?(partition|account)[-_]?(name)?"
     r"|\[[a-z_ ]+\]|todo|changeme.*|.*\bxxx\b.*", re.I)  # fmt: skip
@@ -355,7 +355,8 @@ def tasks_of_node(numbers: Mapping[str, int]) -> int:
 def has_range_of_nodes(directives: Directives, numbers: Mapping[str, int]) -> bool:
     """Return whether the script has ``--nodes``, and not with a single number, as ``2-4``.
     `numbers` are as from `read_sizes`."""
-    return "SLURM_NNODES" not in numbers and "nodes" in directives.options
+    has_number = re.search(r"\d", directives.get("nodes") or "")  # and is no placeholder
+    return "SLURM_NNODES" not in numbers and bool(has_number)
 
 
 def names_not_set(directives: Directives) -> set[str]:

@@ -64,6 +64,10 @@ def _take_nodes(
     is_range = has_range_of_nodes(directives, numbers)
     at = directives.line("nodes", "ntasks") or launch.line
     result.values.setdefault("nodes", (directives.get("nodes") if is_range else nodes or 1, at))
+    tasks, of_node = directives.number("ntasks"), directives.number("ntasks-per-node")
+    if tasks and of_node and directives.number("nodes") and tasks != of_node * (nodes or 1):
+        text = f"--ntasks={tasks} beside --ntasks-per-node={of_node} on {nodes} nodes"
+        result.note(directives.line("ntasks"), f"{text}: --ntasks counts, by Slurm's manual")
     if not is_range and not nodes:
         result.note(0, "the script has no number of nodes: 1 is taken; --nodes N")
 
@@ -221,7 +225,7 @@ def take_gpus(
         result.mark(launch.line, launch.line, LOST, f"{text}: gpus-per-node has one number")
     elif 0 < of_step < count:
         result.note(launch.line, f"{text}: here the workers have all of them")
-    first = next(name for name in (*GPUS, "ntasks-per-gpu") if name in options)
+    first = next((name for name in GPUS if requested_gpus(options, name)[1]), "ntasks-per-gpu")
     for name in {"gpus-per-task", "gpus"} & directives.options.keys() - {first, request}:
         marks = result.marks[directives.line(name)]
         mark = TAKEN, as_raw(name, directives.operands[name])

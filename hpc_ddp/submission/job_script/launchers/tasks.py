@@ -102,6 +102,22 @@ _TESTING = re.compile(
     r"(?<!\S)--?(do_)?(eval(uate)?|test|infer(ence)?|predict)([-_]only)?(?!\S)"
     r"|(?<!\S)--?(mode|phase|stage|task)[ =](eval|test|infer|predict)", re.I
 )  # fmt: skip
+# Names and options of a program that may train, though its name does not say so.
+_MAY_TRAIN = re.compile(
+    r"(train|tun(e|ing)|stage|phase|distil|adapt|learn|ppo|grpo|align|prun|(?<![a-z])rl)", re.I
+)
+_TRAINS_BY = re.compile(
+    r"(?<![\w-])([\w.+-]*[-._+])?(epochs?|lr|learning[-_]rate|optim(izer)?|max[-_]steps)(?=[\s=]|$)",
+    re.I,
+)
+# A program of Python in a text, without its folder or package, and its arguments.
+_PROGRAM = re.compile(
+    r"\bpython[\d.]*\s+(-[A-Za-ln-z]\s+)*(-m\s+(\w+\.)*|([^\s-]\S*/)?)(?P<name>[\w-]+)(\.py\b)?"
+    r"(?P<arguments>(\\\n|[^;&|\n])*)"
+)
+_LAUNCHER = re.compile(
+    r"\b((torchrun\S*|deepspeed|accelerate|srun|mpirun|mpiexec|ibrun)\s|torch\.distributed\.)"
+)
 # Commands behind whose names other words than a program's stand.
 _STARTS_NONE = re.compile(
     r"source|\.|cd|pushd|export|unset|alias|trap|type|which|read|module|ml|conda|mamba|spack|docker"
@@ -229,8 +245,30 @@ def only_ends_run(name: str, arguments: str) -> bool:
     """Return whether a program tests a model or finishes a run's results, by its `name` or
     `arguments`, and does not train."""
     first = re.match(r"\s*[\w-]*", arguments)[0]  # type: ignore[index]
-    is_last = TESTS.search(name) or _FINISHES.search(f"{name} {first}")
+    finishes = _FINISHES.search(f"{name} {first}") and not _MAY_TRAIN.search(first)
+    is_last = TESTS.search(name) or finishes
     return bool(_TESTING.search(arguments) or (is_last and not TRAINS.search(name)))
+
+
+def follows_training(name: str, arguments: str, training: Launch) -> bool:
+    """Return whether a program of Python behind the `training`, by its `name` and `arguments`, is
+    no second training: it tests or finishes a run, or nothing of it says that it may train. Where
+    the training itself is plain Python whose name says nothing, any other program may train."""
+    program, name = (re.sub(r"\.py$", "", n).rsplit(".", 1)[-1] for n in (name_of(training), name))
+    is_clear = "$" not in name and (training.weight > 1 or TRAINS.search(program))
+    words = f"{name} {arguments.strip().partition(' ')[0]}"  # the first may be a command
+    may_train = bool(TRAINS.search(name) or _MAY_TRAIN.search(words))
+    may_train |= name == program or bool(_TRAINS_BY.search(arguments))
+    return only_ends_run(name, arguments) or bool(is_clear and not may_train)
+
+
+def only_follows(text: str, training: Launch | None) -> bool:
+    """Return whether each Python program that a `text` behind the `training` starts, one at least,
+    is no second training; below a launcher it must test or finish a run."""
+    programs = [(match["name"], match["arguments"]) for match in _PROGRAM.finditer(text)]
+    if training is None or _LAUNCHER.search(text):
+        return bool(programs) and all(only_ends_run(*program) for program in programs)
+    return bool(programs) and all(follows_training(*program, training) for program in programs)
 
 
 def name_of(launch: Launch) -> str:

@@ -147,7 +147,8 @@ def _take_workers(name: str, launch: Launch, scope: Scope) -> None:
         count, at = launch.options[option]
         is_of_gpus = count is not None and _ALL_GPUS.fullmatch(count.text)
         if whole_number(count, scope) is None and not is_of_gpus:
-            text = "only the job knows it: nproc-per-node = N"
+            is_empty = count is not None and count.is_static and not count.text
+            text = f"{'it is empty' if is_empty else 'only the job knows it'}: nproc-per-node = N"
             launch.mark(at, LOST, f"{name} --{option}: {text}")
 
 

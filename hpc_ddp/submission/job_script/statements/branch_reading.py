@@ -29,8 +29,8 @@ from hpc_ddp.submission.job_script.statements.branches import (
 )
 from hpc_ddp.submission.job_script.statements.loaded_texts import doubts_on_names, sentences_on
 from hpc_ddp.submission.job_script.statements.open_commands import replaces_launch
+from hpc_ddp.submission.job_script.statements.parts import only_reports_or_requeues
 from hpc_ddp.submission.job_script.statements.reading import Reading
-from hpc_ddp.submission.job_script.statements.requeues import only_reports_or_requeues
 from hpc_ddp.submission.job_script.statements.statement import Statement
 
 CHOOSES = "a condition that only the job knows chooses a launch"

@@ -16,8 +16,8 @@ from hpc_ddp.submission.job_script.conversion import DECIDED, ENDED, OURS, first
 from hpc_ddp.submission.job_script.launchers.launch import Launch
 from hpc_ddp.submission.job_script.statements.branch_reading import CHOOSES, BranchReading
 from hpc_ddp.submission.job_script.statements.loaded_texts import sentences_on
+from hpc_ddp.submission.job_script.statements.parts import does_more
 from hpc_ddp.submission.job_script.statements.reading import OF_ARGUMENTS
-from hpc_ddp.submission.job_script.statements.requeues import does_more
 from hpc_ddp.submission.job_script.statements.statement import (
     Statement,
     calls,
@@ -334,7 +334,7 @@ class Reader(BranchReading):
         definition, statement, place = self._functions.pop(name)  # it may call itself
         before = self.scope.arguments, self.scope.arguments_are_set, self._place
         self._resolve(node, f"calls {name}")
-        self._place = replace(self._place, lines=place.lines, shift=place.shift, leaves="return")
+        self._place = self._place.of_call(place, Statement(source(node), self._at(node)))
         self._resolve(definition, f"the function {name}, read where it is called")
         exports = rf"(export|declare)\s+-\w*f\s+{name}\s*"
         removed = [s for s in self.statements if s is statement or re.fullmatch(exports, s.text)]

@@ -134,6 +134,7 @@ class Reading(ABC):
         statement = Statement(
             text, self._at(node), in_task=self._place.in_task, shells=self._shells, **attributes
         )
+        statement.call = self._place.call
         if not (statement.name or statement.launch or statement.defines):
             self._note_files(statement, node)
             self._forget_changes(statement, node)

@@ -27,14 +27,15 @@ from hpc_ddp.submission.job_script.conversion import (
 )
 from hpc_ddp.submission.job_script.launchers.launch import Launch
 from hpc_ddp.submission.job_script.launchers.option_names import is_launcher
-from hpc_ddp.submission.job_script.launchers.tasks import only_ends_run
+from hpc_ddp.submission.job_script.launchers.tasks import only_follows
 from hpc_ddp.submission.job_script.secrets import is_secret, looks_secret
+from hpc_ddp.submission.job_script.statements.parts import separate_requeue
 from hpc_ddp.submission.job_script.statements.reader import Reader
-from hpc_ddp.submission.job_script.statements.requeues import separate_requeue
 from hpc_ddp.submission.job_script.statements.statement import (
     Statement,
     keeps_exit_code,
     leaves_exit_code,
+    names_file,
     with_functions,
 )
 
@@ -48,12 +49,6 @@ _STEP = re.compile(
 _STARTS = re.compile(rf"\b(torchrun|deepspeed|accelerate launch)\s.*\.py\b|{STARTS_PYTHON}", re.S)
 # A command whose first word is a variable's.
 _BY_VARIABLE = re.compile(r"(?:(?:eval|exec|time|nohup)\s+)*[\"'`]?\$\{?(\w+)")
-# The program of Python in a text, without its folder or package, and its arguments.
-_PROGRAM = re.compile(
-    r"\bpython[\d.]*\s+(-[A-Za-ln-z]\s+)*(-m\s+(\w+\.)*|([^\s-]\S*/)?)(?P<name>[\w-]+)(\.py\b)?"
-    r"(?P<arguments>.*)",
-    re.S,
-)
 # A node's address, asked for by ssh.
 _ASKS_ADDRESS = re.compile(
     r"(export\s+)?\w+=[\"']?(\$\(|`)\s*ssh\s[^|`)]*\bhostname\b[^|`)]*(\|\s*(awk|cut|head|tr|sed)\b[^|`)]*)*[)`][\"']?"
@@ -127,6 +122,7 @@ class Refusals:
         keeps_code = self.launch is not None and keeps_exit_code(self._statements, self._at)
         has_no_hostfile = False  # a line that writes the file of hosts is left out
         status: set[str] = set()  # variables that have the launch's exit code
+        of_finished: set[str] = set()  # variables that a line for a finished run alone sets
         files: dict[str, str] = {}  # that a lost statement writes, with its line
         of_address: set[str] = set()  # variables that only serve to find the first node's address
         # Variables with the numbers of processes that the script starts, the last time anywhere.
@@ -163,6 +159,9 @@ class Refusals:
                 continue
             if not statement.lost:
                 statement.lost = self._find_refusal(statement, index, training, is_beside)
+            if statement.names & of_finished and not any(statement.limit):
+                statement.limit = FINALLY[0], ""
+            of_finished |= names if statement.limit[0] == FINALLY[0] else set()
             if (statement.lost or has_no_hostfile) and self._is_for_hostfile(statement):
                 statement.lost, statement.decided = "", "hpc-ddp starts the workers on all nodes"
                 has_no_hostfile = True
@@ -180,7 +179,7 @@ class Refusals:
         to these; a name that an assignment sets is known again. Both have lines, as ``line 7``."""
         line = f"line {statement.lines[0]}"
         read_files = () if PRINTS.match(statement.text) else files
-        for file in (file for file in read_files if _names_file(statement.text, file)):
+        for file in (file for file in read_files if names_file(statement.text, file)):
             statement.lost = statement.lost or f"it needs {file}, of {files[file]}"
         if statement.lost:
             files |= dict.fromkeys(syntax.files_written(statement.text), line)
@@ -207,13 +206,15 @@ class Refusals:
         pieces = (text for text, _ in split_quoted(statement.text) if text[:1] != "#")
         return files == {file} and not _DOES_MORE.search(" ".join(pieces))
 
-    def _fill_in_values(self, text: str) -> str:
+    def _fill_in_values(self, text: str, is_static: bool = True) -> str:
         """Return bash code, `text`, with the values of the batch script's variables that are known
-        in place of ``$NAME`` and ``${NAME}``."""
+        in place of ``$NAME`` and ``${NAME}``, also those with code unless `is_static`."""
         values = {
             name: s.assigned.text
             for name, s in self.assigned.items()
-            if isinstance(s.assigned, Word) and s.assigned.is_static and s.assigned.text
+            if isinstance(s.assigned, Word)
+            and s.assigned.text
+            and (s.assigned.is_static or not is_static)
         }
         return re.sub(r"\$(?:(\w+)|\{(\w+)\})", lambda m: values.get(m[1] or m[2], m[0]), text)
 
@@ -274,8 +275,10 @@ class Refusals:
             statement.limit, reason = ONCE, ""
         if reason == DELETES and is_after and self._only_deletes_written(text, index):
             reason = ""
-        program = _PROGRAM.search(text) if is_after and reason == TRAINS_BEHIND else None
-        if program and only_ends_run(program["name"], program["arguments"]):
+        filled = self._fill_in_values(text, is_static=False) if is_after else text
+        if is_after and not reason and re.match(STARTS_PYTHON, filled, re.S):
+            reason = TRAINS_BEHIND  # python $T | tee log
+        if is_after and reason == TRAINS_BEHIND and only_follows(filled, self.launch):
             statement.limit, reason = FINALLY, ""
         if not (self.launch or reason) and (
             self._may_launch(text) or self._names_launch(statement)
@@ -353,6 +356,7 @@ class Refusals:
         once, and by no file that a line between both loads.
         """
         text = "\n".join(s.text for s in with_functions(statement, self.functions))
+        text = re.sub(r"\$\?|PIPESTATUS", "", text) if statement.asks_itself else text
         line = statement.lines[0]
         values = {
             name: path
@@ -384,13 +388,3 @@ def _only_tidies(text: str) -> bool:
     root = syntax.parse(text)
     is_if = [child.type for child in root.named_children] == ["if_statement"]
     return is_if and blocks.only_reports(root, {"rm", "mkdir", "["})
-
-
-def _names_file(text: str, file: str) -> bool:
-    """Return whether bash code, `text`, names a `file` of `syntax.files_written` without writing
-    it; a longer path that the file's name is a part of does not count."""
-    text = re.sub(r"\$\{(\w+)\}", r"$\1", text)  # as `files_written` has variables
-    text = re.sub(r">>?\s*[\"']?[^\s;&|]+", " ", text)  # files that it writes
-    return bool(
-        re.search(rf"(?<![\w./-])(\.|\$PWD)?\"?/?\"?{re.escape(file)}(?![\w/-]|\.\w)", text)
-    )

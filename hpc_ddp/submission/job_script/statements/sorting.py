@@ -217,8 +217,8 @@ class Sorter:
             self.result.note(statement.lines[0], reason)
         test, reason = statement.limit
         if test:
-            text = f"{test} || {{ {text}; }}"
-            self.result.note(statement.lines[0], reason)
+            text = f"{test} || {{ {text}\n}}" if "<<" in text else f"{test} || {{ {text}; }}"
+            self.result.notes += [(statement.lines[0], reason)] * bool(reason)
         return text
 
     def _note_needs(self, statement: Statement, is_after: bool) -> None:
@@ -303,11 +303,8 @@ class Sorter:
             return Fate(LOST, MARK.format(name))
         if statement.exported and is_option_of_step(name):
             of_job = re.sub("^SRUN_", "SLURM_", name)
-            is_the_jobs = content in (
-                str(self._numbers.get(of_job)),
-                f"${of_job}",
-                f"${{{of_job}}}",
-            )
+            forms = str(self._numbers.get(of_job)), f"${of_job}", f"${{{of_job}}}"
+            is_the_jobs = content in forms
             is_the_jobs |= (name, content) == ("SLURM_EXPORT_ENV", "ALL")
             if name == "SLURM_UNBUFFEREDIO":
                 return Fate(OURS, "the output has no buffer")
@@ -319,6 +316,10 @@ class Sorter:
                     return Fate(OURS, "srun has the option itself")
                 self.result.append("srun", f"--cpu-bind={content}", statement.lines[0])
                 return Fate(TAKEN, "--cpu-bind of srun")
+            if name == "SLURM_JOB_NAME":  # srun ignores it in a job
+                text = "the program alone reads it: job-name = … names the job"
+                self.result.note(statement.lines[0], text)
+                return self._keep_as_line(statement, f"export {statement.text}", index > self._at)
             text = f"{name} would change hpc-ddp's step: an option of srun in its place"
             return Fate(LOST, text)
         if name == "IFS":  # it says how bash splits the lines behind it
@@ -330,7 +331,10 @@ class Sorter:
             return self._write_variable(statement, index, is_used)
         if not statement.of_script:
             return Fate(TAKEN, "the launch")
-        if is_known(assigned):
+        words = [assigned] if isinstance(assigned, Word) else assigned or []
+        arguments = " ".join(word.text for word in self.launch.args) if self.launch else ""
+        is_argument = bool(words) and all(w.text and w.text in arguments for w in words)
+        if is_known(assigned) or (name in self._in_launch and is_argument):
             return Fate(TAKEN, "its value, where it is used")
         return Fate(OURS, "nothing that is left needs it")
 

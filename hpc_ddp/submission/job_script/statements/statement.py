@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from hpc_ddp.submission.job_script.bash import blocks, syntax
 from hpc_ddp.submission.job_script.bash.values import Value
-from hpc_ddp.submission.job_script.bash.words import Word
+from hpc_ddp.submission.job_script.bash.words import Word, literal
 from hpc_ddp.submission.job_script.conversion import DECIDED, ENDED, ON_EXIT, PRINTS, first_reason
 from hpc_ddp.submission.job_script.launchers.launch import Launch
 
@@ -21,6 +21,8 @@ _LEAVES_NOTHING = re.compile(
     r"|\b(local\s+)?\w+=\$\?"
 )
 _EXIT_CODE = re.compile(r"\$\?|\$\{PIPESTATUS\[0\]\}")
+_ASKS = re.compile(r"\$\?|\bPIPESTATUS\b")
+_COMMANDS = {"command", "test_command", "variable_assignment", "declaration_command"}
 # A command, or a list of processes, for those that the script itself has started.
 _ENDS_CHILDREN = re.compile(
     r"\bpkill\s+(-\w+\s+)*(-P|--parent)\s+[\"']?\$\$[\"']?"
@@ -40,12 +42,19 @@ class Place:
     in_loop: bool = False  # over the nodes
     in_text: bool = False  # of a bash -c or an eval
     in_image: bool = False  # of a container
+    call: Statement | None = None  # the outermost call of a function in whose body it stands
     leaves: str = ""  # commands that leave the function or the loop that is taken apart
 
     def search_place(self, step: str) -> Place:
         """Return the place for a search of the text for launches, in tasks of `step`, which is as
         here for ''. It counts as one in a loop over the nodes, where `read_launch` sees most."""
         return replace(self, lines=None, shift=None, step=step or self.step, in_loop=True)
+
+    def of_call(self, definition: Place, call: Statement) -> Place:
+        """Return the place of the body of a function, with that of its `definition`, for a `call`
+        of it here."""
+        place = replace(self, lines=definition.lines, shift=definition.shift, leaves="return")
+        return replace(place, call=self.call or call)
 
     @property
     def in_task(self) -> bool:
@@ -83,9 +92,11 @@ class Statement:
     # code, or ends the script; and that launch. None for any other statement.
     reports: bool | None = None
     asks: Launch | None = None
+    asks_itself: bool = False  # its ``$?`` is the exit code of a command of its own
     sets: set[str] = field(default_factory=set)
     of_script: bool = True  # False for one made of a part of a word
     outer: Launch | None = None  # around the bash -c in whose text it stands
+    call: Statement | None = None  # as in its `Place`
     shells: tuple[int, ...] = ()  # the child shells that run it, each by a number of its own
 
     @property
@@ -130,7 +141,8 @@ class Statement:
             return self.reports
         if self.name:
             return bool(re.fullmatch(r"\w+=[\"']?\$(\?|\{PIPESTATUS\[0\]\})[\"']?", self.text))
-        uses_status = self.names & variables or re.search(r"\$(\?|\{PIPESTATUS)", self.text)
+        asks = not self.asks_itself and re.search(r"\$(\?|\{PIPESTATUS)", self.text)
+        uses_status = self.names & variables or asks
         code = re.sub(r"\b\w+=[\"']?\$\?[\"']?", ":", self.text)
         return bool(uses_status) and blocks.only_reports(syntax.parse(code))
 
@@ -149,32 +161,104 @@ def first_load(statements: Sequence[Statement]) -> int:
     return next(loads, len(statements))
 
 
+def _is_right_behind(statements: Sequence[Statement], at: int) -> bool:
+    """Return whether ``$?`` behind all `statements` is the exit code of the launch, which has the
+    index `at`: by a ``wait``, or since nothing stands between them but lines of its tasks."""
+    between = statements[at + 1 :]
+    is_end = any(re.match(r"wait\b|for\s[^;\n]*[;\n]\s*do\s+wait\b", s.text) for s in between[-1:])
+    return is_end or all(s.in_task or re.match(r"\w+=\"?\$!", s.text) for s in between)
+
+
+def _asks_before(text: str) -> bool:
+    """Return whether bash code asks for the exit code of the command before it, and not of one of
+    its own, other than ``wait``. Raise as `syntax.parse`."""
+    if not _ASKS.search(text):
+        return False
+    root = syntax.parse(text)
+    match = _ASKS.search(syntax.source(root))
+    at = len(syntax.source(root)[: match.start()].encode()) if match else 0
+    ended = (n for n in syntax.descend(root) if n.type in _COMMANDS and n.end_byte <= at)
+    return all(syntax.source(node).startswith("wait") for node in ended)
+
+
+def join_exit_codes(statements: list[Statement], at: int) -> None:
+    """Join each statement behind the launch, which has the index `at`, that asks for the exit code
+    of another command to that command's: both stay, or neither. A print, say, whose code is 0,
+    stays apart. Set `asks_itself`. Raise as `syntax.parse`."""
+    functions = {s.defines: s for s in statements if s.defines}
+    commands = statements[: at + 1]
+    for statement in statements[at + 1 :]:
+        before, is_behind = commands[-1], _is_right_behind(commands, at)
+        texts = [s.text for s in with_functions(statement, functions)]
+        is_apart = statement.in_task or statement.defines or statement.asks or statement.launch
+        statement.asks_itself = not (is_apart or _asks_before(statement.text))
+        if is_behind:
+            statement.asks_itself &= not any(map(_ASKS.search, texts[1:]))
+        elif not is_apart and any(map(_asks_before, map(_body_of, texts))):
+            statement.asks_itself = True
+            if _has_code_0(before):
+                is_code = statement.name and "$?" in statement.text
+                statement.text = f"{statement.name}=0" if is_code else f":\n{statement.text}"
+                statement.assigned = literal("0") if is_code else statement.assigned
+            elif statement.shells == before.shells:
+                _join(before, statement)
+                continue
+        commands.append(statement)
+    statements[:] = commands
+
+
+def _body_of(text: str) -> str:
+    """Return the lines of a function that a `text` defines, else the text."""
+    match = re.match(r"(?:function\s+)?[\w-]+\s*(?:\(\s*\))?\s*\{(.*)\}", text, re.S)
+    return match[1] if match else text
+
+
+def _has_code_0(statement: Statement) -> bool:
+    """Return whether a statement surely ends with 0, or hpc-ddp does what it does."""
+    is_value = statement.name and not re.search(r"\$\(|`", statement.text)
+    is_print = re.match(r"(echo|printf|date)\b[^|&]*$", statement.text)
+    is_done = statement.reports or first_reason(DECIDED, statement.text, is_after=True)
+    return bool(is_value or is_print or is_done or statement.defines)
+
+
+def _join(before: Statement, statement: Statement) -> None:
+    """Add the text of a statement, its lines and what it sets to the one `before` it."""
+    for part in (before, statement):
+        part.text = f"export {part.text}" if part.name and part.exported else part.text
+    before.sets |= {before.name, statement.name, *statement.sets} - {""}
+    before.text, before.name, before.asks_itself = f"{before.text}\n{statement.text}", "", True
+    before.lines = before.lines[0], statement.lines[1]
+
+
 def _asks_exit_code(statements: Sequence[Statement], at: int, index: int) -> bool:
-    """Return whether a statement, of an `index`, asks for the exit code of that `at` another index,
-    right behind it or its ``wait``."""
-    between = statements[at + 1 : index]
-    asks = statements[index].reports is None and _EXIT_CODE.search(statements[index].text)
-    return bool(asks) and all(re.match(r"wait\b|\w+=\"?\$!", s.text) for s in between)
+    """Return whether a statement, of an `index`, asks for the exit code of the launch, `at` another
+    index."""
+    statement = statements[index]
+    asks = statement.reports is None and _EXIT_CODE.search(statement.text)
+    return bool(asks) and not statement.asks_itself
 
 
 def keeps_exit_code(statements: Sequence[Statement], at: int) -> bool:
     """Return whether a line behind the launch, the statement `at` an index, depends on how the
     launch ended, and does more than print: by the exit code, or since a line before it may end the
     script."""
-    status, may_end = set[str](), False
+    status, may_end, of_others = set[str](), False, set[str]()
     functions = {s.defines: s for s in statements if s.defines}
     for index, statement in enumerate(statements[at + 1 :], at + 1):
         is_of_other = statement.asks not in (None, statements[at].launch)
         is_line = not (statement.launch or statement.defines or statement.in_task)
         if statement.lost or is_of_other or not is_line:
             continue
+        of_others |= statement.sets if statement.asks_itself else set()
+        is_of_both = bool(statement.names & status and statement.names & of_others)
+        if is_of_both or (status & statement.sets and statement.asks_itself):
+            return True  # a code that is another command's in the end, or is printed beside one
         if statement.reports_status(status):
-            if statement.name and not _asks_exit_code(statements, at, index):
-                return False  # the code is that of another command
             status |= {*statement.sets, statement.name} - {""}
             code = "\n".join(s.text for s in with_functions(statement, functions))
             may_end |= bool(re.search(r"\bexit\b", code.replace(ENDED, "")))
             continue
+        status -= {statement.name}
         depends = statement.reports is False or statement.names & status
         if depends or _asks_exit_code(statements, at, index):
             return True
@@ -197,6 +281,7 @@ def leaves_exit_code(
         code = _EXIT_CODE.sub("$?", re.sub(r"wait\b[^|&;\n]*", f"{ENDED} ", statement.text))
         statement.text = code if code.startswith(ENDED) else f"{ENDED}\n{code}"
         return False
+    status -= {statement.name} if not statement.reports_status(status) else set()
     is_own = bool(statement.reports is not None or statement.names & status)
     return statement.reports_status(status) and not (is_kept and is_own)
 
@@ -257,3 +342,13 @@ def calls(statement: Statement, name: str) -> bool:
     is_notice = statement.first == "trap" and not ON_EXIT.match(statement.text)
     is_line = not (statement.launch or statement.name or statement.lost or is_notice)
     return is_line and name in statement.names
+
+
+def names_file(text: str, file: str) -> bool:
+    """Return whether bash code, `text`, names a `file` of `syntax.files_written` without writing
+    it; a longer path that the file's name is a part of does not count."""
+    text = re.sub(r"\$\{(\w+)\}", r"$\1", text)  # as `files_written` has variables
+    text = re.sub(r">>?\s*[\"']?[^\s;&|]+", " ", text)  # files that it writes
+    return bool(
+        re.search(rf"(?<![\w./-])(\.|\$PWD)?\"?/?\"?{re.escape(file)}(?![\w/-]|\.\w)", text)
+    )

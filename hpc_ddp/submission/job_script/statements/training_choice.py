@@ -7,19 +7,26 @@ from collections.abc import Sequence
 
 from hpc_ddp.submission.job_script.bash import syntax
 from hpc_ddp.submission.job_script.bash.values import Counted
-from hpc_ddp.submission.job_script.conversion import FINALLY, STARTS_PYTHON, TAKEN, Conversion
+from hpc_ddp.submission.job_script.conversion import (
+    FINALLY,
+    PRINTS,
+    STARTS_PYTHON,
+    TAKEN,
+    Conversion,
+)
 from hpc_ddp.submission.job_script.launchers.launch import Launch
 from hpc_ddp.submission.job_script.launchers.tasks import (
     PREPARES,
     TESTS,
     TRAINS,
+    follows_training,
     name_of,
     only_ends_run,
     prepares,
 )
 from hpc_ddp.submission.job_script.statements.open_commands import leave_empty
 from hpc_ddp.submission.job_script.statements.reader import Reader
-from hpc_ddp.submission.job_script.statements.statement import Statement
+from hpc_ddp.submission.job_script.statements.statement import Statement, names_file
 
 # What a launch is to be chosen from: the index of its statement, the statement, and the launch.
 Entry = tuple[int, Statement, Launch]
@@ -54,6 +61,8 @@ def choose_launch(reader: Reader, result: Conversion) -> tuple[Launch | None, in
         lost = (i for i, s in enumerate(statements) if "launch" in s.lost)
         return None, next(lost, len(statements))
     at, chosen, training = _set_others_aside(launches, nodes)
+    _join_other_calls(statements, chosen)
+    at = next(index for index, statement in enumerate(statements) if statement is chosen)
     early = [entry for entry in launches if not (entry[1].launch or any(entry[1].limit))]
     for statement in (s for _, s, launch in early if _trains(launch)):
         reason = "it may be a training of its own, and runs before each attempt"
@@ -63,9 +72,17 @@ def choose_launch(reader: Reader, result: Conversion) -> tuple[Launch | None, in
         return None, at
     output, _ = result.values.get("output", ("", 0))  # which has a link to the log
     files = dict.fromkeys((chosen.output, *training.outputs))  # each once
-    if names := [name for name in files if name not in ("", output)]:
-        text = f"its output is in the run's log, not in {' and '.join(names)}: hpc-ddp logs"
-        result.note(chosen.lines[0], text)
+    files = {name: None for name in files if name not in ("", output)}
+    readers = _find_readers(reader.statements[at + 1 :], [*files])
+    if readers and (link := _link_to_log(chosen, [*readers])):
+        reader.statements.insert(at, link)
+        result.note(chosen.lines[0], "lines read its output: the file is a link to the run's log")
+        at += 1
+    else:
+        for name, line in readers.items():
+            result.note(line, f"nothing writes {name}: $HPC_DDP_RUN/logs/slurm.out has the output")
+        text = f"its output is in the run's log, not in {' and '.join(files)}: hpc-ddp logs"
+        result.notes += [(chosen.lines[0], text)] * bool(files)
     behind = statements[statements.index(chosen) + 1 :]
     if chosen.text.endswith(" &") and not any(re.match(r"wait\b", s.text) for s in behind):
         text = "nothing waits for it, so that the script's job would end at once: hpc-ddp waits"
@@ -83,6 +100,45 @@ def choose_launch(reader: Reader, result: Conversion) -> tuple[Launch | None, in
         result.note(chosen.lines[0], f"{text}: {kind}")
     leave_empty(training, statements, reader.open_commands)
     return training, at
+
+
+def _join_other_calls(statements: list[Statement], training: Statement) -> None:
+    """Replace the statements of each other call of the function that has the `training`, if the
+    launch in them is lost, by the call, which is lost for the same reason."""
+    name = training.call.text.split()[0] if training.call else ""
+    launches = [s for s in statements if s.call and s.launch and s.lost]
+    for statement in (s for s in launches if s.call is not training.call):
+        call = statement.call
+        body = [s for s in statements if s.call is call]
+        if call and body and call.text.split()[0] == name:
+            call.shells = body[0].shells
+            call.lost, call.sets = statement.lost, {n for s in body for n in (s.name, *s.sets) if n}
+            at = next(index for index, s in enumerate(statements) if s.call is call)
+            statements[:] = [s for s in statements if s.call is not call]
+            statements.insert(at, call)
+
+
+def _find_readers(statements: Sequence[Statement], files: Sequence[str]) -> dict[str, int]:
+    """Return the line of the first of `statements`, those behind the launch, that names one of the
+    `files` which the launch writes, and does more than print, by the file."""
+    readers = dict[str, int]()
+    for statement in statements:
+        if not (statement.in_task or PRINTS.match(statement.text)):
+            for file in files:
+                name = re.sub(r"\$\{(\w+)\}", r"$\1", file.strip("\"'"))
+                if names_file(statement.text, name):
+                    readers.setdefault(file, statement.lines[0])
+    return readers
+
+
+def _link_to_log(launch: Statement, files: Sequence[str]) -> Statement | None:
+    """Return a line before the `launch` that makes the `files` links to the run's log. None where a
+    task makes one, where the launch adds to it, or where its name has other code than variables."""
+    adds = re.search(r">>|\btee\s+(-a|--append)", launch.around or launch.text)
+    if adds or launch.in_task or not all(re.fullmatch(r'("?)[\w./${}:-]+\1', f) for f in files):
+        return None
+    lines = (f'ln -sf "$HPC_DDP_RUN/logs/slurm.out" {file}' for file in files)
+    return Statement("\n".join(lines), (launch.lines[0],) * 2, shells=launch.shells)
 
 
 def _set_others_aside(launches: list[Entry], nodes: int) -> Entry:
@@ -103,7 +159,7 @@ def _set_others_aside(launches: list[Entry], nodes: int) -> Entry:
     # Launches in the text of one bash -c have the same text: the last of them is the training.
     training = [
         entry for entry in candidates
-        if entry[1] is first or (entry[1].in_task and entry[1].text == first.text)
+        if entry[1] is first or (entry[1].in_task and entry[1].outer is first.outer)
     ][-1]  # fmt: skip
     for entry in launches:
         index, statement, launch = entry
@@ -112,12 +168,21 @@ def _set_others_aside(launches: list[Entry], nodes: int) -> Entry:
         is_plain = index < training[0] and complete and is_preparation
         if is_plain or (entry in aside and counted is not launches):
             _make_plain(statement, training[1])
-        elif index > training[0] and not launch.in_loop and only_ends_run(name_of(launch), words):
+        elif index > training[0] and _ends_run(launch, words, training[2]):
             _make_plain(statement, training[1])
             statement.limit = FINALLY
         elif statement is not training[1]:
             statement.lost = "a second launch: a job has one; submit this one as its own job"
     return training
+
+
+def _ends_run(launch: Launch, words: str, training: Launch) -> bool:
+    """Return whether a launch with the arguments `words` behind the `training` is no training of
+    its own: it tests a model, finishes the run, or is plain Python that does not seem to train."""
+    is_plain = not launch.step and launch.weight == 1
+    name = name_of(launch)
+    ends = follows_training(name, words, training) if is_plain else only_ends_run(name, words)
+    return ends and not launch.in_loop
 
 
 def _only_prepares(launch: Launch) -> bool:

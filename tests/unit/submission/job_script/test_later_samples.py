@@ -500,3 +500,79 @@ def test_no_note_is_false(lines: tuple[str, ...], text: str) -> None:
 def test_a_task_ends_where_its_folder_is_missing() -> None:
     settings = of_text("srun bash -c 'cd a && torchrun train.py'").settings()
     assert settings["node-setup"] == ["cd a || exit"]
+
+
+def test_the_jobs_name_of_a_script_is_for_its_program() -> None:
+    conversion = of_text("export SLURM_JOB_NAME=b", f"{TRAIN} --name $SLURM_JOB_NAME")
+    assert conversion.settings()["setup"] == ["export SLURM_JOB_NAME=b"]
+    assert conversion.settings()["args"] == ["--name", "b"]
+    assert conversion.group(2)[0] == TAKEN
+    assert "job-name = … names the job" in str(conversion.notes)
+
+
+@pytest.mark.parametrize(
+    "command", ["rm -rf /scratch/old", "find /scratch -name 'r.*' \\\n  -exec rm -rf {} + || true"]
+)
+def test_of_a_staging_step_only_the_command_that_deletes_is_left_out(command: str) -> None:
+    lines = "srun -N 2 bash -s <<'NODE'", "mkdir -p /s/data", command, "cp /d/x.tar /s", "NODE"
+    conversion = of_text("#SBATCH -N 2", *lines, TRAIN)
+    (line,) = conversion.settings()["setup"]
+    assert "rm" not in line
+    assert "cp /d/x.tar /s\nNODE" in line
+    last = 5 + command.count("\n")
+    groups = [conversion.group(n)[0] for n in range(3, last + 3)]
+    assert groups == [TAKEN, TAKEN, *[LOST] * (last - 4), TAKEN, TAKEN]
+
+
+@pytest.mark.parametrize(
+    ("launch", "line", "link"),
+    [
+        (f"{TRAIN} |& tee t.log", "grep loss t.log > r", "t.log"),
+        (f'LOG=t.log; {TRAIN} > "$LOG" 2>&1', "cp ${LOG} keep", '"$LOG"'),
+        (f"srun -o t.log {TRAIN[5:]}", "cp t.log keep", "t.log"),
+        (f"{TRAIN} > t.log", "echo t.log", None),
+        (f"{TRAIN} >> t.log", "cp t.log keep", ""),
+        (f"srun bash -c '{TRAIN[5:]} > t.log'", "cp t.log keep", ""),
+        (f"{TRAIN} | tee t_$(date).log", "cp t_*.log keep", None),
+    ],
+)
+def test_lines_read_the_runs_log(launch: str, line: str, link: str | None) -> None:
+    conversion = of_text(launch, line)
+    setup = "\n".join(conversion.settings().get("setup", ()))
+    text = f'ln -sf "$HPC_DDP_RUN/logs/slurm.out" {link}'
+    assert (text in setup) is bool(link)
+    assert ("nothing writes t.log" in str(conversion.notes)) is (link == "")
+    assert conversion.settings()["teardown"] == [line]
+
+
+def test_a_request_of_another_resource_than_gpus_is_none_of_gpus() -> None:
+    conversion = of_text("#SBATCH -N 1 --gres=gpumem:23000m", "#SBATCH --gpus=rtx_4090:1", TRAIN)
+    assert conversion.group(3) == (TAKEN, "--gpus=rtx_4090:1")
+
+
+@pytest.mark.parametrize(("tasks", "is_other"), [(4, True), (8, False), (16, True)])
+def test_two_numbers_of_tasks_get_a_note(tasks: int, is_other: bool) -> None:
+    conversion = of_text(f"#SBATCH --nodes=2 --ntasks-per-node=4 -n{tasks}", TRAIN)
+    assert ("--ntasks counts" in str(conversion.notes)) is is_other
+
+
+@pytest.mark.parametrize("number", ["", "<N>", "NODE_NUM"])
+def test_a_blank_is_no_number(number: str) -> None:
+    command = "srun torchrun --nproc_per_node=$G train.py"
+    conversion = of_text(f"#SBATCH --nodes={number}", "G=", command)
+    assert conversion.settings()["nodes"] == 1
+    assert conversion.group(2)[0] == LOST
+    assert "it is empty: nproc-per-node = N" in conversion.group(4)[1]
+
+
+def test_a_pattern_that_stands_in_the_launch_is_used_there() -> None:
+    lines = "D=/data", 'F=("$D"/c_{00..05}.parquet)', "H=$(hostname)"
+    conversion = of_text(*lines, f'{TRAIN} --f "${{F[@]}}"')
+    assert conversion.group(3) == (TAKEN, "its value, where it is used")
+    assert conversion.group(4)[0] == OURS
+
+
+@pytest.mark.parametrize("name", ["0", "{BASH_SOURCE[0]}"])
+def test_the_path_of_the_script_is_another_one_in_the_job(name: str) -> None:
+    notes = str(of_text(f'export S="$(dirname "${name}")"', TRAIN).notes)
+    assert "is the batch script of hpc-ddp there" in notes

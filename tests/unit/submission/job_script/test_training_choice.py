@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_ddp.submission.job_script.conversion import LOST, Conversion
+from hpc_ddp.submission.job_script.conversion import LOST, TAKEN, Conversion
 from hpc_ddp.submission.job_script.convert import convert
 
 HEAD = "#!/bin/bash\n#SBATCH --nodes=1 --gpus-per-node=1\n"
@@ -71,6 +71,17 @@ def test_a_launcher_comes_before_plain_python(tmp_path: Path) -> None:
         ("uv run python report.py", True),
         ("python other.py finalize", True),
         ("python train.py report", False),
+        ("python -m medumm post-train", False),
+        ("python -u -m pkg.render --ckpt out/field.pt", True),
+        ("python verify.py |& tee log", True),
+        ("for c in a b; do python verify.py $c; done", True),
+        ("if [ -f x ]; then python verify.py; python train2.py; fi", False),
+        ("python verify.py --epochs 3", False),
+        ("python finetune.py", False),
+        ("python $UNKNOWN --ckpt a", False),
+        ("python3 $T |& tee log", True),
+        ("python3 $T", True),
+        ("srun python verify.py", False),
         ("python stage2.py", False),
         ("srun python train.py --eval_steps 100", False),
         ("python main.py --test-size 3", False),
@@ -80,9 +91,27 @@ def test_a_launcher_comes_before_plain_python(tmp_path: Path) -> None:
 def test_a_test_behind_the_training_is_left_to_a_finished_run(
     tmp_path: Path, line: str, is_test: bool
 ) -> None:
-    conversion = of_text(tmp_path, f"#SBATCH --nodes=1\nsrun python train.py\n{line}\n")
+    conversion = of_text(tmp_path, f"#SBATCH --nodes=1\nT=$A/x.py; srun python train.py\n{line}\n")
     assert (conversion.group(5)[0] == LOST) is not is_test
     assert ("once the training has finished" in str(conversion.notes)) is is_test
+
+
+@pytest.mark.parametrize("shell", ["{}", "bash -c '{}'", "bash -lc '{}'"])
+def test_of_two_calls_of_the_launch_the_first_stays(tmp_path: Path, shell: str) -> None:
+    command = shell.format("exec torchrun train.py --phase $PHASE")
+    lines = f'f() {{ export PHASE="$1"\nsrun {command}; }}\nf a\ncp x y\nf b\n'
+    conversion = of_text(tmp_path, lines)
+    settings = conversion.settings()
+    assert (settings["args"], settings["env"]) == (["--phase", "a"], {"PHASE": "a"})
+    assert settings["teardown"] == ["cp x y"]
+    groups = [conversion.group(line) for line in range(3, 8)]
+    assert [group for group, _ in groups] == [TAKEN, TAKEN, TAKEN, TAKEN, LOST]
+    assert "a second launch" in groups[-1][1]
+
+
+def test_of_plain_programs_without_a_training_name_a_second_may_train(tmp_path: Path) -> None:
+    conversion = of_text(tmp_path, "python model.py\npython other.py\n")
+    assert conversion.group(4)[0] == LOST
 
 
 @pytest.mark.parametrize(
@@ -103,6 +132,27 @@ def test_a_test_behind_the_training_is_left_to_a_finished_run(
         ("{} && echo a || mail bad\nmail kept", "mail kept/mail bad;mail kept"),
         ("{} &\nP=$!\nwait $P || RC=$?\nmail $RC", "mail/mail 1"),
         # The codes of other commands are theirs.
+        (
+            "{}\nRC=$?\nbad a\nif [ $? -ne 0 ]; then mail no; exit 1; fi\nmail c",
+            "mail no/mail no/mail no",
+        ),
+        ("{}\nbad a\nRC=$?\nmail $RC", "mail 3/mail 3/mail 3"),
+        ("{}\nRC=$?\nbad a\nC=$?\nmail $RC $C", "mail 0 3/mail 1 3"),
+        ("{}\nRC=$?\nbad a || RC=$?\nif [ $RC -ne 0 ]; then mail no; fi", "mail no/mail no"),
+        ("{}\nA=$(bad a)\nif [ $? -ne 0 ]; then mail no; fi", "mail no/mail no/mail no"),
+        (
+            "{}\nbad a | cat\nif [ ${{PIPESTATUS[0]}} = 3 ]; then mail no; fi",
+            "mail no/mail no/mail no",
+        ),
+        ("{}\necho a\nif [ $? = 0 ]; then mail ok; fi", "mail ok/mail ok/mail ok"),
+        ("{}\necho a\nRC=$?\nmail $RC", "mail 0/mail 0/mail 0"),
+        ("{}\nif ! bad a; then F=$?; mail $F; fi", "mail 0/mail 0/mail 0"),
+        ("{}\npython eval.py\nif [ $? -eq 0 ]; then mail ok; fi", "mail ok//"),
+        (
+            "{}\npython eval.py\nR=$?\n[ $R = 0 ] && mail ok || mail <<E\na\nE\nmail c",
+            "mail ok;mail c/mail c/mail c",
+        ),
+        ("c() {{ if [ $? -ne 0 ]; then mail no; fi; }}\n{}\nbad a\nc", "mail no/mail no/mail no"),
         ("{}\nmail b || exit 1\nmail c", "mail b;mail c/mail b;mail c/mail b;mail c"),
         ("{}\nsrun python eval.py || exit 1\nmail c", "mail c/mail c/mail c"),
         ("{}\nsrun python eval.py && mail c", "mail c//"),
@@ -114,7 +164,7 @@ def test_lines_behind_the_launch_have_its_exit_code_by_the_verdict(
     tmp_path: Path, lines: str, ends: str
 ) -> None:
     settings = of_text(tmp_path, lines.format("srun python train.py")).settings()
-    mail = 'mail() { echo "mail $*"; }; srun() { :; }; python() { :; }'
+    mail = 'mail() { echo "mail $*"; }; srun() { :; }; python() { :; }; bad() { return 3; }'
     code = "\n".join((mail, *settings.get("setup", ()), *settings["teardown"]))
     printed = []
     for verdict in ("finished", "failed", "preempted"):

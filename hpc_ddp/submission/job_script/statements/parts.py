@@ -1,4 +1,4 @@
-"""Commands of a job script that requeue it, as hpc-ddp does, and what stands beside them."""
+"""Commands that are taken out of statements: those that requeue the job, and deletions."""
 
 from __future__ import annotations
 
@@ -7,9 +7,14 @@ from collections.abc import Container, Mapping
 
 from hpc_ddp.submission.job_script.bash import blocks, syntax
 from hpc_ddp.submission.job_script.bash.syntax import Node, source
-from hpc_ddp.submission.job_script.conversion import REQUEUES
+from hpc_ddp.submission.job_script.conversion import DELETES, REFUSED, REQUEUES, first_reason
 from hpc_ddp.submission.job_script.statements.statement import Statement, with_functions
 
+# A here-document that a shell reads, with its text.
+_DOCUMENT = re.compile(
+    r"\b(?:ba)?sh\b[^\n;|&]*<<-?\s*(?P<quote>[\"']?)(?P<end>\w+)(?P=quote)[^\n]*\n"
+    r"(?P<text>.*?)^\s*(?P=end)$", re.S | re.M
+)  # fmt: skip
 _IDLE = {
     *blocks.REPORTING,
     "sleep",
@@ -61,6 +66,30 @@ def separate_requeue(statement: Statement, functions: Mapping[str, Statement]) -
             if re.search(REQUEUES, source(command)):
                 code = code[: command.start_byte] + b":" + code[command.end_byte :]
         statement.text = code.decode().strip()
+
+
+def separate_deletions(statements: list[Statement], at: int) -> int:
+    """Take each command that deletes something out of the here-documents of `statements` before the
+    launch, whose index is `at`, that a shell reads: a ``:`` stands in its place, and behind the
+    statement the command as a lost statement of its own. Return the launch's new index. Raise as
+    `syntax.parse`."""
+    parts = list[Statement]()
+    for statement in statements[:at]:
+        parts.append(statement)
+        document = _DOCUMENT.search(statement.text)
+        has_own_lines = statement.text.count("\n") == statement.lines[1] - statement.lines[0]
+        if statement.lost or statement.launch or not (document and has_own_lines):
+            continue
+        for command in map(source, syntax.commands_of(syntax.parse(document["text"]))):
+            before, sign, behind = statement.text.partition(command)
+            if sign and first_reason(REFUSED, command, is_after=False) == DELETES:
+                first = statement.lines[0] + before.count("\n")
+                lines = first, first + command.count("\n")
+                parts.append(Statement(command, lines, lost=DELETES, shells=statement.shells))
+                statement.text = before + ":" + " \\\n" * command.count("\n") + behind
+    parts += statements[at:]
+    shift, statements[:] = len(parts) - len(statements), parts
+    return at + shift
 
 
 def _definitions(text: str) -> list[Node]:
