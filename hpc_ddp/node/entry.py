@@ -56,14 +56,19 @@ if __name__ == "__main__":
     sys.path.insert(place - 1, sys.path.pop(0))
     if sys.argv[1] == "batch":  # Slurm may signal all processes at a preemption, or a requeue
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # Of the batch script: the number of its tries, and a file for the word that this one succeeds.
+    number, loaded = (os.environ.pop(f"HPC_DDP_{name}", "") for name in ("TRY", "LOADED"))
     try:
         part = importlib.import_module(f"hpc_ddp.node.{sys.argv[1]}")
     except (ModuleNotFoundError, OSError) as error:
         if sys.argv[1] != "batch":
             raise
-        if os.environ.get("HPC_DDP_TRY") == "0":
+        if number == "0":
             print(f"hpc-ddp: its part can't be loaded yet: {error}", file=sys.stderr)
         sys.exit(111)  # the disk is away: the batch script calls again
+    if loaded:
+        with open(loaded, "w") as file:
+            file.write("yes")
     outcome = part.main(sys.argv[2:])
     if isinstance(outcome, int):
         sys.exit(outcome)

@@ -120,4 +120,7 @@ def test_a_call_of_the_batch_script_lives_through_slurms_sigterm(tmp_path: Path)
     (lib / "node.py").write_text(ENTRY.read_text())
     text = "import os, signal\ndef main(words): os.kill(os.getpid(), signal.SIGTERM); return 7\n"
     (lib / "hpc_ddp/node/batch.py").write_text(text)
-    assert subprocess.run([sys.executable, lib / "node.py", "batch", "watch"]).returncode == 7
+    env = {**os.environ, "HPC_DDP_LOADED": str(tmp_path / "loaded")}
+    words = [sys.executable, str(lib / "node.py"), "batch", "watch"]
+    assert subprocess.run(words, env=env).returncode == 7
+    assert (tmp_path / "loaded").read_text() == "yes"  # so that it is not called again

@@ -97,3 +97,16 @@ def test_a_part_that_could_not_be_loaded_is_called_again(
     script = _function(_script(JobSpec("x.py")), "_run_part")
     done = subprocess.run(["bash", "-c", script + text], capture_output=True, text=True)
     assert (done.returncode, count.read_text().count("x")) == (7, calls), done.stderr
+
+
+def test_a_part_that_has_begun_is_called_once(tmp_path: Path) -> None:
+    """A worker that SIGTERM had ended gives its code, 143, to the verdict: it came each second."""
+    text = f"""
+        part() {{ echo x >>{tmp_path}/count; echo yes >"$HPC_DDP_LOADED"; return 143; }}
+        _node_side=(part) _node=/dev/null
+        _run_part batch verdict
+    """
+    script = _function(_script(JobSpec("x.py")), "_run_part")
+    done = subprocess.run(["bash", "-c", script + text], capture_output=True, text=True)
+    assert done.returncode == 143, done.stderr
+    assert (tmp_path / "count").read_text() == "x\n"
