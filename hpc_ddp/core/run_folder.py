@@ -66,6 +66,8 @@ class RunFolder:
     # job the next job that it has queued.
     early_links = PathIn("early-links.json")
     vain_jobs = PathIn("vain-jobs.json")
+    # By a node's name the unix times at which set-up lines that have worked before failed on it.
+    vain_nodes = PathIn("vain-nodes.json")
     # By a job's id the unix time before which it is not to start, until Slurm has taken that.
     pauses = PathIn("pauses.json")
     # The note by which a start that Slurm has not accepted is undone.

@@ -45,7 +45,7 @@ COLUMNS = ("name", "id", "state", "age", "to delete", "size")
 RUN_ENTRIES = {
     "job.json", "job.sbatch", "limits.json", "early-links.json", "code", "lib", "journal", "logs",
     "checkpoints", "submitit", "tensorboard", "cancelled", "report.html", "compile-cache",
-    "stage", "unstaged", "torn-down", "vain-jobs.json", "pauses.json",
+    "stage", "unstaged", "torn-down", "vain-jobs.json", "vain-nodes.json", "pauses.json",
 }
 # fmt: on
 # Hidden entries: hpc-ddp's own, drafts, and a file system's for a deleted file that is open.

@@ -365,7 +365,7 @@ def _start(prepared: PreparedRun, output: Output) -> StartedRun:
         indexes = set(array_indexes(spec.array)) if spec.array else set()
         tasks = [task for task in run.tasks() if task.index in indexes]
         for part in (run, *tasks):
-            for file in (part.cancelled, part.vain_jobs, part.pauses):
+            for file in (part.cancelled, part.vain_jobs, part.vain_nodes, part.pauses):
                 file.unlink(missing_ok=True)  # of earlier starts
         submitted = Submitted(run.next_attempt(), spec.backend, spec.script)
     except (HpcDdpError, OSError, KeyboardInterrupt):

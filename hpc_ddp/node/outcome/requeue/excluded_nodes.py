@@ -8,6 +8,7 @@ import time
 from hpc_ddp import slurm
 from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.errors import HpcDdpError
+from hpc_ddp.core.file_io import read_json
 from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.job.task_folder import job_folder
 from hpc_ddp.core.journal.events import JournalEvent, VerdictGiven
@@ -33,7 +34,7 @@ def exclusion_of(run: RunFolder, job_id: str, give_up: float | None = None) -> l
     if nodes is None:
         return []
     # The user has excluded the other nodes of the list.
-    blamed = [n for n in _bad_nodes(since_submit(run.events()), since=0.0) if n in nodes]
+    blamed = [n for n in _bad_nodes(run, since_submit(run.events()), since=0.0) if n in nodes]
     done = f"kept off: {', '.join(blamed)}" if blamed else ""
     return [JobChange(f"ExcNodeList={','.join(nodes)}", done)]
 
@@ -46,12 +47,12 @@ def excluded_nodes(run: RunFolder, job_id: str, give_up: float | None = None) ->
     sbatch tells in a test whether they suffice; where it refuses the test for another reason, or
     gives no answer, `_has_other_nodes` decides.
 
-    None where no verdict since the last submit has blamed a node, or where Slurm refuses its list,
+    None where nothing since the last submit has blamed a node, or where Slurm refuses its list,
     or gives no answer until `give_up`, a time of ``time.monotonic()`` (None: two minutes). Refusals
     of Slurm are printed. Raises OSError if the journal can't be read.
     """
     events = since_submit(run.events())
-    blamed = set(_bad_nodes(events, since=0.0))
+    blamed = set(_bad_nodes(run, events, since=0.0))
     if not blamed:
         return None
     try:
@@ -62,7 +63,7 @@ def excluded_nodes(run: RunFolder, job_id: str, give_up: float | None = None) ->
         say(error.message)
         return None
     excluded_before = [node for node in excluded if node not in blamed]
-    bad = _bad_nodes(events, since=time.time() - KEPT_OFF_S)
+    bad = _bad_nodes(run, events, since=time.time() - KEPT_OFF_S)
     if not bad:
         return excluded_before
     nodes, requests = [*excluded_before, *bad], _requests_in(text)
@@ -122,7 +123,11 @@ def _has_other_nodes(
     return not bad_kinds or count >= least
 
 
-def _bad_nodes(events: list[JournalEvent], since: float) -> list[str]:
-    """Return the nodes, sorted, that verdicts after the time `since`, in unix seconds, blame."""
+def _bad_nodes(run: RunFolder, events: list[JournalEvent], since: float) -> list[str]:
+    """Return the nodes, sorted, that verdicts after the time `since`, in unix seconds, blame, and
+    those on which set-up lines that had worked before have failed twice."""
     verdicts = [event for event in events if isinstance(event, VerdictGiven) and event.time > since]
-    return sorted({node for verdict in verdicts for node in verdict.bad_nodes})
+    blamed = {node for verdict in verdicts for node in verdict.bad_nodes}
+    times_by_node = read_json(run.vain_nodes).items()
+    blamed |= {n for n, times in times_by_node if len([t for t in times if t > since]) > 1}
+    return sorted(blamed)

@@ -6,8 +6,10 @@ There is no attempt to judge then. The bound is `max_failures`, as for the start
 from __future__ import annotations
 
 import math
+import socket
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +17,7 @@ from pathlib import Path
 from hpc_ddp.core.attempt_env import AWAY_S, INTERACTIVE
 from hpc_ddp.core.console.terminal import answer, say
 from hpc_ddp.core.errors import HpcDdpError
-from hpc_ddp.core.file_io import patiently, read_json
+from hpc_ddp.core.file_io import patiently, read_json, write_json
 from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.job.task_folder import run_of_job
 from hpc_ddp.core.run_folder import RunFolder
@@ -62,7 +64,18 @@ def go_on_after_failed_setup(environ: dict[str, str], code: int) -> int:
         say(f"the set-up lines have ended the job, with code {code}: nothing was started")
         return code
     say(f"the set-up lines have ended with code {code}; in an earlier start they did not")
+    _note_node(environ)
     return 0 if _start_again(environ, PAUSES_S) == 0 else code
+
+
+def _note_node(environ: dict[str, str]) -> None:
+    """Note that set-up lines have failed on this node: after a second time it counts as bad
+    (`excluded_nodes`). Nothing is noted where the disk refuses."""
+    with suppress(OSError):
+        file = run_of_job(environ, makes=False).vain_nodes
+        nodes = read_json(file)
+        node = environ.get("SLURMD_NODENAME", socket.gethostname())
+        write_json(file, {**nodes, node: [*nodes.get(node, []), time.time()]})
 
 
 def keep_pause(environ: dict[str, str]) -> bool:

@@ -338,6 +338,8 @@ def test_set_up_lines_that_have_worked_before_are_run_again(
     controller.answer("scontrol", "RequeueExit = (null)")
     code_now = call_batch(monkeypatch, run, "failed", "3", SLURM_RESTART_COUNT=str(restarts))
     assert code_now == code
+    nodes = read_json(run.vain_nodes)
+    assert ([len(times) for times in nodes.values()] == [1]) is bool(attempts)
     changes = [words for words in controller.calls("scontrol") if words[0] != "show"]
     update = [["update", "JobId=7", f"StartTime=now+{pause}"]] if pause else []
     assert changes == ([["requeue", "7"], *update] if code == 0 else [])

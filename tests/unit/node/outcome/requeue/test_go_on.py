@@ -470,3 +470,20 @@ def test_a_cancel_while_slurm_answers_about_nodes_counts(
     assert end(Verdict(Cause.FAILED, Action.REQUEUE, "")) == 75
     assert changes_of(slurm_commands) == []
     assert printed == ["the job is CANCELLED by now: not requeued"]
+
+
+@pytest.mark.parametrize(("ages_s", "is_kept_off"), [((9.0, 60.0), True), ((9.0,), False)])
+def test_a_node_on_which_set_up_lines_fail_twice_is_bad(
+    slurm_commands: Slurm,
+    end: Callable[..., int],
+    run: RunFolder,
+    clock: Clock,
+    ages_s: tuple[float, ...],
+    is_kept_off: bool,
+) -> None:
+    """`nvidia-smi || exit 1` failed four times on a sick node, beside idle ones."""
+    slurm_commands.answer("scontrol", SHOWN_JOB.format("RUNNING", 2))
+    slurm_commands.answer("sbatch")  # the test whether the other nodes suffice
+    write_json(run.vain_nodes, {"n1": [clock.now - age for age in ages_s]})
+    assert end() == 0
+    assert (["update", "JobId=7", "ExcNodeList=n1"] in changes_of(slurm_commands)) is is_kept_off
