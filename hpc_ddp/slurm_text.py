@@ -91,6 +91,7 @@ class Job:
     the job. `expedited` marks a job of Slurm 25.11 or later with ``--requeue=expedite``: if its
     batch script ends with a code other than 0, Slurm holds the job in the queue as REQUEUE_HOLD.
 
+    `may_be_requeued` is False where Slurm does not start the job again after the loss of a node.
     `excluded` are the nodes that Slurm keeps the job off, as ``n[1-2]``, '' without any. `script`
     is the job's batch script, and `output` the file of the script's output, '' where Slurm does not
     say.
@@ -107,6 +108,7 @@ class Job:
     excluded: str = ""
     script: str = ""
     output: str = ""
+    may_be_requeued: bool = True
 
     @property
     def is_cancelled(self) -> bool:
@@ -213,6 +215,7 @@ def parse_job(text: str) -> Job:
         limit_s=_left_s("00:00:00", limit),
         excluded=field(r"^\s+ReqNodeList=\S+ ExcNodeList=(\S+)").replace("(null)", ""),
         expedited=field(r"^\s+ExpeditedRequeue=(\S+)") == "Yes",
+        may_be_requeued=field(r"^\s+Requeue=(\d)") != "0",
         script=field(r"^\s+Command=(.+)"),
         output=field(r"^\s+StdOut=(.+)"),
     )

@@ -26,7 +26,7 @@ from hpc_ddp.core.job.attempt_folder import AttemptFolder
 from hpc_ddp.core.job.job_ref import JobRef
 from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.job.slurm_values import least_cpus
-from hpc_ddp.core.job.task_folder import run_of_job
+from hpc_ddp.core.job.task_folder import job_folder, run_of_job
 from hpc_ddp.core.job.trackers import tracker_env
 from hpc_ddp.core.job.variables import export_lines
 from hpc_ddp.core.journal.enums import Cause, NoticeSource
@@ -44,7 +44,8 @@ from hpc_ddp.node.outcome.gather_facts import (
     preview_cause,
 )
 from hpc_ddp.node.outcome.requeue import attempt_end, chain, first_job, vain_start
-from hpc_ddp.node.outcome.requeue.next_start import VERDICT_S, ask_about_job
+from hpc_ddp.node.outcome.requeue.job_change import JobChange, change_job
+from hpc_ddp.node.outcome.requeue.next_start import MAY_BE_REQUEUED, VERDICT_S, ask_about_job
 from hpc_ddp.node.watch import end_step
 from hpc_ddp.node.watch.end_time import (
     attempt_of,
@@ -139,6 +140,10 @@ def _begin(environ: dict[str, str]) -> dict[str, str] | None:
         chain.queue_next_link(run, attempt, environ)
     patiently(partial(chain.forget_early_links, run))
     job = ask_about_job(job_id)
+    script_options = {} if INTERACTIVE in environ else slurm.options_of(job_folder(run).script)
+    if job and not job.may_be_requeued and "requeue" in script_options:  # a site's plugin, say
+        lost = "the loss of a node would end the run; hint: --continue-by resubmit: "
+        change_job(chain.own_id(environ), [JobChange(MAY_BE_REQUEUED, refused=lost)])
     if job and job.preempted:  # in the set-up lines, say: Slurm signals no step that begins later
         patiently(partial(attempt.notice.write_text, NoticeSource.PREEMPTION))
     end = end_of(job)

@@ -68,6 +68,18 @@ def test_the_step_gets_its_variables(controller: Slurm, run: RunFolder) -> None:
     assert not (run.attempt(0).path / "next.json").exists()
 
 
+@pytest.mark.parametrize("option", ["requeue", "no-requeue"])
+def test_a_job_that_may_not_be_requeued_is_allowed_to_be(
+    controller: Slurm, run: RunFolder, option: str
+) -> None:
+    """By a site's plugin: Slurm ended a job that had lost a node, and the run was lost."""
+    run.script.write_text(f"#!/bin/bash\n#SBATCH --{option}\n")
+    answer_scontrol(controller, show_job().replace("Requeue=1", "Requeue=0"))
+    assert begin(job_environ(run)) is not None
+    changes = [words for words in controller.calls("scontrol") if words[0] == "update"]
+    assert changes == [["update", "JobId=7", "Requeue=1"]] * (option == "requeue")
+
+
 @pytest.mark.parametrize(
     ("preempted", "notice"), [("None", ""), ("2026-11-21T10:00:30", "preemption")]
 )
