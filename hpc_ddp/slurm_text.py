@@ -82,19 +82,16 @@ _PAIR = re.compile(r"(?:^|\s)([A-Z]\w*)=(\S*)")
 class Job:
     """A job as ``scontrol show job`` prints it; times in unix seconds.
 
-    `limit_s` is its time limit and `left_s` what is left of the limit, in seconds; both are inf
-    without a limit, None where Slurm does not say. Unlike `end_time`, which the controller prints
-    by its own clock and in local time, they hold on a host whose clock is off, and in the hour that
-    comes twice a year.
+    `limit_s` is its time limit and `left_s` what is left of it, in seconds; both are inf without a
+    limit, None where Slurm does not say. Unlike `end_time`, by the controller's clock and in local
+    time, they hold on a host whose clock is off, and in the hour that comes twice a year.
 
     `preempted_at` is when a preemption began, or, without a grace time or after it, when it ended
     the job. `expedited` marks a job of Slurm 25.11 or later with ``--requeue=expedite``: if its
     batch script ends with a code other than 0, Slurm holds the job in the queue as REQUEUE_HOLD.
-
-    `may_be_requeued` is False where Slurm does not start the job again after the loss of a node.
-    `excluded` are the nodes that Slurm keeps the job off, as ``n[1-2]``, '' without any. `script`
-    is the job's batch script, and `output` the file of the script's output, '' where Slurm does not
-    say.
+    `may_be_requeued` is False where Slurm starts no job again after the loss of a node. `excluded`
+    are the nodes that Slurm keeps the job off, as ``n[1-2]``, '' without any; `script` is the batch
+    script, and `output` the file of its output, '' where Slurm does not say.
     """
 
     state: str
