@@ -301,7 +301,7 @@ def job_text(job: str | JobRef, give_up: float | None = None) -> str:
 
 
 def list_jobs(cluster: str = "", is_patient: bool = False) -> dict[str, QueuedJob]:
-    """Return the user's jobs that Slurm still knows, by job id, with one call of squeue; `cluster`
+    """Return the user's jobs that Slurm still knows, by job id, asked for all at once; `cluster`
     is a name, '' for this one.
 
     The id of an array maps to a task of it that is live, while there is one. Raise HpcDdpError

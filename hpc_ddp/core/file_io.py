@@ -217,7 +217,7 @@ def write_whole(path: Path, text: str | bytes, mode: int = 0o666) -> None:
 
     The draft has a random name and is new: others may write to the folder. The umask, or a default
     ACL of the folder, takes permissions from the `mode`, and adds none. Raise OSError where the
-    disk refuses it; the old file then stays.
+    disk refuses it, and UnicodeEncodeError for a text with surrogates; the old file then stays.
     """
     draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:

@@ -59,7 +59,9 @@ class Stop(EpochStop):
         HpcDdpError
             as `StopPoint.latest`
         RuntimeError
-            a peer is gone; other errors of ``fabric.load`` come through
+            a peer is gone
+
+        Errors of ``fabric.load`` and ``torch.load`` come through.
         """
         for name, entry in objects.items():
             # Fabric's loader has the script's as `_dataloader`.
@@ -102,7 +104,8 @@ class Stop(EpochStop):
 
     def save(self, **values: Any) -> None:
         """End an optimizer step, within a loop over `batches`; save if that is due, and stop where
-        the ranks are to, by SystemExit with 0. All ranks call it. `values` as in `step`.
+        the ranks are to, by SystemExit with 0. All ranks call it. `values` as in `step`,
+        without ``epoch``, which is that of `batches`.
 
         Raises as `step` and `checkpoint`; UsageError before `load` and outside of `batches`. Errors
         of ``fabric.save`` and ``torch.save`` come through.

@@ -22,7 +22,8 @@ def own_folders(script: Path) -> list[Path]:
 
 
 def is_installed(name: str) -> bool:
-    """Return whether Python would find the module `name` in a folder of installed packages."""
+    """Return whether Python would find the top-level package of the module `name` in a folder of
+    installed packages; False for a module of Python's own."""
     top = name.partition(".")[0]
     if top in sys.stdlib_module_names:
         return False

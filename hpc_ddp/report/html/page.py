@@ -29,7 +29,7 @@ from hpc_ddp.report.status.state import RunState, spec_of
 MOST_CHARTS = 24
 MOST_ATTEMPTS = 200
 _LOG_CHARACTERS = 12_000
-_CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f]")
+_CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f\ud800-\udfff]")
 # The sign beside a state, and the class of its colour.
 _LOOKS = {
     RunState.FINISHED: ("✓", "good"),
@@ -201,6 +201,6 @@ def _as_text(setting: Any) -> str:
 
 
 def _strip_controls(text: str) -> str:
-    """Return a text without colours and other control characters; tabs and line breaks stay, and a
-    carriage return becomes a line break."""
+    """Return a text without colours, other control characters and surrogates, which stand for bytes
+    that are no UTF-8; tabs and line breaks stay, and a carriage return becomes a line break."""
     return _CONTROL.sub("", text.replace("\r\n", "\n").replace("\r", "\n"))

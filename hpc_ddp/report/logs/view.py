@@ -42,8 +42,8 @@ def show_logs(run: RunFolder, query: LogQuery) -> None:
     Raises
     ------
     UsageError
-        the run has no such rank or attempt, has printed nothing yet, or was started by hand, so
-        that it has no log
+        the run has no such rank or attempt, has printed nothing yet, was started by hand, so that
+        it has no log, or is an array and a rank is asked for
     OSError
         the run's folder or journal can't be read, or stdout is closed
     """

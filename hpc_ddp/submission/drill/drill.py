@@ -185,15 +185,16 @@ class _Drill:
             raise self._missing_start("docs/adopt shows what to add to a script")
         return stopped is not None
 
-    def _play_disturbed(self, base: list[DrillRecord], points: Points, end: int | None) -> None:
+    def _play_disturbed(
+        self, undisturbed: list[DrillRecord], points: Points, end: int | None
+    ) -> None:
         """Play the attempts of the disturbed run, until one goes wrong or differs by more than
         rounding. Write the outcome into the result: a row for each attempt but the first, and a
         verdict unless all is equal.
 
-        `base` are the undisturbed run's records; `end` is the step at which the run ends, None: at
-        the script's end. Raise UsageError where a folder can't be written, or the script does not
-        call start(); OSError where a log or journal can't be read, a checkpoint can't be written,
-        or a process can't be started.
+        `undisturbed` are the undisturbed run's records; `end` is the step at which the run ends,
+        None: at the script's end. Raise UsageError where a folder can't be written; OSError where a
+        log or journal can't be read, or a process can't be started.
         """
         prepared = self._write_run("disturbed", self._base)
         run, before = prepared.run, ""
@@ -204,7 +205,7 @@ class _Drill:
             all_records = self._read_records(run)
             records = [record for record in all_records if record.attempt == number]
             earlier = [record for record in all_records if record.attempt < number]
-            difference = compare.first_difference(base, records, earlier)
+            difference = compare.first_difference(undisturbed, records, earlier)
             fault = self._find_fault(run, number, leg, events, code)
             if number > 0:
                 restored = last_event(events, CheckpointRestored)
@@ -222,7 +223,7 @@ class _Drill:
                 self._result.verdict = "broken"
                 self._result.why = f"When it was {before or leg.name}, {fault}"
                 return
-            if difference and not self._judge(difference, base, before):
+            if difference and not self._judge(difference, undisturbed, before):
                 return
             before = leg.name
             if number == 2:  # the third attempt, killed while it saves: see the module's list

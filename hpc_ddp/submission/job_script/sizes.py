@@ -293,8 +293,9 @@ def _gpu_request(options: Mapping[str, str], count: int) -> tuple[str, str] | No
 
 
 def note_devices(result: Conversion, gpus: int) -> None:
-    """Add a note to `result` on a choice among the node's `gpus` by CUDA_VISIBLE_DEVICES, for a
-    program that the script starts without srun: srun replaces the variable in its tasks."""
+    """Add a note to `result` on each line that chooses other than all of the node's `gpus` by
+    CUDA_VISIBLE_DEVICES; none where `gpus` is 0. Not to be called for a launch by srun, which
+    replaces the variable in its tasks."""
     name = "CUDA_VISIBLE_DEVICES"
     lines = [(text, n) for text, n in result.lists.get("setup", ()) if f"export {name}=" in text]
     lines += [(f"{name}={text}", n) for text, n in [result.env[name]]] if name in result.env else []

@@ -34,12 +34,13 @@ class Origin:
     @property
     def place(self) -> str:
         """The origin as text for the user: ``--nodes``, ``command line`` (for the script and its
-        arguments), ``--set`` (for the sweep), ``site lumi``, ``default``, or the file's path, as
-        ``hpc-ddp.toml``, short as by `_short_path`, which raises UsageError."""
+        arguments), ``--set`` (for the sweep), ``site lumi``, ``fabric efa``, the file's path, as
+        ``hpc-ddp.toml``, or else the `source`, as ``default``. A path is short as by `_short_path`,
+        which raises UsageError."""
         if self.source == "option":
-            return {"script": "command line", "args": "command line", "sweep": "--set"}.get(
-                self.key, f"--{self.key.partition('.')[0]}"
-            )
+            names = {"script": "command line", "args": "command line", "sweep": "--set"}
+            names["env-names"] = "--env"
+            return names.get(self.key, f"--{self.key.partition('.')[0]}")
         if self.source in ("profile", "fabric"):
             kind = "site" if self.source == "profile" else "fabric"
             return f"{kind} {Path(self.file or '').stem}"

@@ -155,8 +155,9 @@ class Loader:
 
     @property
     def is_epoch_done(self) -> bool:
-        """Whether all batches of the run's epoch are done. If so as a loop begins, the script has
-        left a loop by ``break`` and saved behind it: a loop saves only after `begin_epoch`."""
+        """Whether all batches of the run's epoch are done. True as a loop begins where the script
+        has left the last loop by ``break`` after the epoch's last batch, and saved: the caller then
+        calls `begin_epoch`."""
         if self.samples is None:
             return self._position.has_ended
         return self.has_left(0)

@@ -51,15 +51,15 @@ def is_link(run: RunFolder, job: JobRef) -> bool:
 
 
 def record_late_link(run: RunFolder, job: JobRef, environ: Mapping[str, str]) -> None:
-    """Record this job, `job`, as the link of its predecessor (`_predecessor_of`), if that queued
-    this job and was killed before its sbatch answered; else do nothing.
+    """Record this job, `job`, as the link of its predecessor (`_predecessor_of_late_link`), if that
+    queued this job and was killed before its sbatch answered; else do nothing.
 
     The record is the newest attempt's ``next.json`` if that attempt is the predecessor's, else an
     entry of ``early-links.json``. In a task of an array the newest attempt counts as the
     predecessor's: attempts do not note the id ``ARRAY_INDEX``. Raises OSError if the run's folder
     can't be read or written.
     """
-    predecessor = _predecessor_of(run, job, environ)
+    predecessor = _predecessor_of_late_link(run, job, environ)
     if predecessor is None:
         return
     is_of_array = "_" in predecessor
@@ -76,11 +76,13 @@ def _write_link(run: RunFolder, path: Path, link: dict[str, Any]) -> None:
     run.make_room_for("a chain's next job", partial(write_json, path, link))
 
 
-def _predecessor_of(run: RunFolder, job: JobRef, environ: Mapping[str, str]) -> str | None:
-    """Return the id (of a task ``ARRAY_INDEX``) of the run's job that this job, `job`, has waited
-    for by SLURM_JOB_DEPENDENCY; None where there is none, or where the run knows `job` already, as
-    it knows each job that a person has submitted. Raises OSError if the run's folder can't be
-    read."""
+def _predecessor_of_late_link(
+    run: RunFolder, job: JobRef, environ: Mapping[str, str]
+) -> str | None:
+    """Return the id of the run's job that has queued this one, `job`, and could not note it, by
+    SLURM_JOB_DEPENDENCY; of a task ``ARRAY_INDEX``. None where there is none, or where the run
+    knows `job` already, as it knows each job that a person has submitted. Raises OSError if the
+    run's folder can't be read."""
     waited_for = environ.get("SLURM_JOB_DEPENDENCY", "")
     index = f"_{environ['SLURM_ARRAY_TASK_ID']}" if environ.get("SLURM_ARRAY_TASK_ID") else ""
     # The only form in which `_queue_link` makes a job wait: group 1 is the id, 2 without the index.

@@ -5,6 +5,7 @@ The functions are as in `workers`.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -293,8 +294,10 @@ def may_train(words: Sequence[Word]) -> bool:
     """Return whether the form or the name of a command, `words`, suggests that it trains: ``bash
     run.sh``, ``./run.sh``, ``wandb agent a``, ``nnUNetv2_train 1``. One that prepares something by
     its name does not."""
+    is_shell = words[0].text.rsplit("/", 1)[-1] in ("bash", "sh")
+    if is_shell:  # bash -x run.sh
+        words = [words[0], *itertools.dropwhile(lambda w: w.text.startswith("-"), words[1:])]
     names = [word.text.rsplit("/", 1)[-1] for word in words[:2]]
-    is_shell = names[0] in ("bash", "sh")
     is_file = is_shell or re.match(r"\.{0,2}/|\S+\.sh$", words[0].text)
     name = " ".join(names[1:] if is_shell else names[:1] if is_file else names)
     is_known = bool(is_file and name[:1] not in ("", "-")) or bool(TRAINS.search(name))

@@ -305,14 +305,15 @@ class Reader(BranchReading):
 
     def _end_after_failures(self, count: int) -> None:
         """Have each command from the statement `count` on end the script if it fails, as in front
-        of ``&& LAUNCH``; not one that prints, moves or sets variables."""
+        of ``&& LAUNCH``; not one that prints, moves or sets variables, nor a list of commands."""
         for statement in self.statements[count:]:
-            is_single = not re.search(r"\|\||;|\bexit\b|\n", statement.text)
-            if statement.launch and is_single:  # for one that prepares the training
+            code = re.sub(r"(['\"]).*?\1", "''", statement.text)
+            if re.search(r"\|\||;|(?<![\w-])exit(?![\w-])|\n", code):
+                continue
+            is_plain = "|" in code or not re.match(_PRINTS_ONLY, code)
+            if statement.launch:  # for one that prepares the training
                 statement.around = f"{statement.text} || exit"
-            is_move = statement.first == "cd" and not statement.in_task
-            is_plain = not (statement.name or statement.launch or is_move)
-            if is_plain and is_single and not re.match(_PRINTS_ONLY, statement.text):
+            elif is_plain and not statement.name and (statement.first != "cd" or statement.in_task):
                 statement.text += " || exit"
 
     def restore_definitions(self) -> None:
@@ -325,8 +326,7 @@ class Reader(BranchReading):
 
     def _find_reporting_functions(self) -> set[str]:
         """Return the names of functions that only print or end the script."""
-        bodies = ((name, syntax.body_of(node)) for name, (node, _, _) in self._functions.items())
-        return {name for name, body in bodies if blocks.only_reports(body)}
+        return {n for n, f in self._functions.items() if blocks.only_reports(syntax.body_of(f[0]))}
 
     def _read_call(self, name: str, words: list[Word], node: Node) -> None:
         """Append the statements in the body of the function `name`, which `node` calls with the

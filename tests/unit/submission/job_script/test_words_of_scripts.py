@@ -1147,3 +1147,12 @@ def test_each_text_is_read_from_the_project_file_as_it_was(text: str) -> None:
 
 def test_a_comment_of_the_project_file_is_one_line() -> None:
     assert not tomllib.loads("\n".join(to_comment(f"a{sign}b = 1") for sign in CONTROLS))
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["python prep.py --exit-early", 'python prep.py --sep ";"', "echo y | ./fetch_data.sh"],
+)
+def test_a_command_in_front_of_the_launch_ends_the_job_where_it_fails(command: str) -> None:
+    (setup,) = of_text(f"{command} && {TRAIN}").lists["setup"]
+    assert setup[0] == f"{command} || exit"
