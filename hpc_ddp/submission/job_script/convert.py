@@ -253,8 +253,9 @@ def _join_child_shells(reader: Reader, at: int) -> int:
     shells_with_launch = {n for s in reader.statements if s.launch for n in s.shells}
     for statement in reader.statements:
         shells = [n for n in statement.shells if n not in shells_with_launch]
-        # The outermost of these shells.
-        shell_or_line = reader.child_shells[shells[0]] if shells else statement
+        shell_or_line = reader.child_shells[shells[0]] if shells else statement  # the outermost
+        if shells and shell_or_line.text in statement.around:  # in a list or condition
+            shell_or_line.text = statement.around
         if not statements or statements[-1] is not shell_or_line:
             statements.append(shell_or_line)
     reader.statements = statements

@@ -29,14 +29,15 @@ _IMAGE_FLAGS = re.compile(
 _IMAGE_LETTERS = {"c": "contain", "C": "containall", "e": "cleanenv", "f": "fakeroot", "i": "ipc",
                   "p": "pid", "u": "userns", "w": "writable"}  # fmt: skip
 
-_IMAGE_USES = {"env": "env", ".*": "&container-options"}
+# Workers have what they need, as the rank, in variables of the job.
+_IMAGE_USES = {"env": "env", "cleanenv|containall|compat": "lost", ".*": "&container-options"}
 
 _IMAGE = Options(_IMAGE_USES, _IMAGE_FLAGS, _IMAGE_LETTERS)
 
 _SHIFTER_LETTERS = {"i": "image", "V": "volume", "e": "env", "E": "clearenv", "w": "workdir",
                     "m": "module", "v": "verbose"}  # fmt: skip
 
-_SHIFTER_USES = {"image": "=image", ".*": "+container-options"}
+_SHIFTER_USES = {"image": "=image", "clearenv": "lost", ".*": "+container-options"}
 
 _SHIFTER = Options(_SHIFTER_USES, re.compile("gpu|clearenv|verbose|entrypoint"), _SHIFTER_LETTERS)
 

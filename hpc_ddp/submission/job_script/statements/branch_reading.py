@@ -139,7 +139,16 @@ class BranchReading(Reading):
         for line in lines:
             self._read_node(line)
             if line.next_sibling and line.next_sibling.type == "&" and self.statements:
-                self.statements[-1].text += " &"
+                self._put_last_in_background()
+
+    def _put_last_in_background(self) -> None:
+        """Add the ``&`` that stands behind the last statement to each of its texts."""
+        last = self.statements[-1]
+        last.text += " &"
+        last.around += " &" * bool(last.around)
+        last.own_text += " &" * bool(last.own_text)
+        for number in last.shells[len(self._shells) :][:1]:
+            self.child_shells[number].text += " &"
 
     def _choose_branch(self, node: Node, branches: list[Branch], has_launch: bool) -> int | None:
         """Return the index of the branch of an ``if``, `node`, that runs, as `running_branch`

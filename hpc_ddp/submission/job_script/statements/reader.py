@@ -74,7 +74,7 @@ class Reader(BranchReading):
                 if node.type == "program" and _ENDS.match(source(child)):
                     end = self._at(child)[0]
             elif child.type == "&" and self.statements:
-                self.statements[-1].text += " &"
+                self._put_last_in_background()
         if node.type != "program":
             self._resolve(node, "its lines were taken one by one")
 
@@ -143,7 +143,7 @@ class Reader(BranchReading):
         launch = self._make_launch(node, [] if is_function else words, assignments, around or node)
         if launch.inner and self._has_launch(inner_text(launch.inner), launch.step, launch.args):
             self._resolve(around or node, "the launch")
-            self._read_inner(launch, node, output)
+            self._read_inner(launch, node, around or node, output)
         elif not launch.weight or launch.inner is not None:
             is_of_arguments = first in ("shift", "getopts") and not self.scope.arguments_are_set
             lost = OF_ARGUMENTS if is_of_arguments or not (words or assignments) else ""
@@ -172,11 +172,11 @@ class Reader(BranchReading):
             for text in sentences_on({doubt for word in words for doubt in doubts_in(word)}):
                 launch.mark(self._at(node)[0], "", text)
 
-    def _read_inner(self, outer: Launch, node: Node, output: str) -> None:
+    def _read_inner(self, outer: Launch, node: Node, whole: Node, output: str) -> None:
         """Append the statements in the text of a ``bash -c``, read in a child shell: `outer` is its
-        launch, `node` its command. Each of them gets what the command says by `_give_to_inner`,
-        which has the same `output`. Add the variables that the batch script expands in the text to
-        `batch_variables`, and the arguments behind it to `batch_words`. Raise as `syntax.parse`."""
+        launch, `node` its command, `whole` that with its pipes and files. Each of them gets what
+        the command says by `_give_to_inner`, which has the same `output`. Note the variables that
+        the batch script expands in the text, and its arguments. Raise as `syntax.parse`."""
         assert outer.inner is not None
         word = self._name_outer_code(outer.inner, node)  # which appends statements, too
         earlier = set(map(id, self.statements))  # equal statements are no same ones
@@ -185,7 +185,7 @@ class Reader(BranchReading):
         step = outer.step or self._place.step
         place, in_image = self._place, bool(outer.settings.keys() & {"image", "container"})
         self._place = replace(place, in_image=place.in_image or in_image)
-        with self._child_shell(node, outer.args, False):
+        with self._child_shell(whole, outer.args, False):
             self.scope.set("0", outer.inner_name)
             self._read_text(inner_text(word), node, step, outer.inner.line)
         self._place = place

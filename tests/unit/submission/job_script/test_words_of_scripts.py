@@ -135,7 +135,7 @@ def of_text(*lines: str) -> Conversion:
         ),
         # A word that can't be written takes an option without its value along, and no other flag.
         (("srun singularity exec --nv --cleanenv --bind=your_data a.sif python train.py",),
-         {"container-options": ["--nv", "--cleanenv"]}),
+         {"container-options": ["--nv"]}),
         (
             ("srun apptainer -q exec -B/b --pwd /w --nv a.sif python train.py",),
             {"image": "a.sif", "container-options": ["-B/b", "--pwd", "/w", "--nv"]},
@@ -366,7 +366,7 @@ def of_text(*lines: str) -> Conversion:
         (("srun --container-image=/i/$(id -gn) python a.py",),
          {"image": "$ARGUMENTS_1", "setup": ['ARGUMENTS_1=/i/"$(id -gn)"']}),
         (("srun sh -c 'D=$(mktemp)", 'apptainer exec -B "$D" -e a.sif python a.py\'',),
-         {"image": "a.sif", "container-options": ["-e"]}),
+         {"image": "a.sif", "container-options": []}),
         # The Python of torchrun's agent, of a program that only the job finds.
         (("ml pytorch", "cd $REPO", 'srun bash -c "torchrun `pwd`/a.py"'),
          {"script": "python", "no-python": True, "python": "python"}),
@@ -384,7 +384,7 @@ def of_text(*lines: str) -> Conversion:
          {"script": "env", "args": ["$V/bin/x", "train"]}),
         # An image's runscript that becomes the launcher.
         (("srun apptainer run -e a.sif bash -c 'torchrun a.py'",),
-         {"container-tool": "apptainer-run", "container-options": ["-e"], "script": "a.py"}),
+         {"container-tool": "apptainer-run", "script": "a.py"}),
         # The number of nodes, as scripts count it.
         (("#SBATCH -N 2", "n=$(scontrol show hostnames $SLURM_JOB_NODELIST | wc -l)",
           "n=${COUNT:-$n}", "if (( n == 0 )); then n=1; fi", "if [ $n -gt 1 ]; then",
@@ -1156,3 +1156,21 @@ def test_a_comment_of_the_project_file_is_one_line() -> None:
 def test_a_command_in_front_of_the_launch_ends_the_job_where_it_fails(command: str) -> None:
     (setup,) = of_text(f"{command} && {TRAIN}").lists["setup"]
     assert setup[0] == f"{command} || exit"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "mpirun -host a bash -c 'stdbuf -o0 nvidia-smi dmon > x' &",
+        "bash -c 'python monitor.py' &",
+        "srun --overlap bash -c 'python monitor.py' &",
+        "srun -n1 bash -c 'python check.py' || { echo bad; exit 1; }",
+        "srun bash -c 'python prep.py' > log",
+        "srun -n1 bash -c 'python prep.py' && touch done",
+        "srun -n1 bash -c 'python prep.py' |& tee log",
+    ],
+)
+def test_a_step_before_the_launch_is_a_whole_line(line: str) -> None:
+    """Without its ``&`` the set-up lines waited for it for ever."""
+    launch = "srun torchrun --nnodes=2 --nproc_per_node=2 train.py"
+    assert of_text(line, launch).lists["setup"] == [(line, 3)]
