@@ -172,9 +172,9 @@ class Reader(BranchReading):
             for text in sentences_on({doubt for word in words for doubt in doubts_in(word)}):
                 launch.mark(self._at(node)[0], "", text)
 
-    def _read_inner(self, outer: Launch, node: Node, whole: Node, output: str) -> None:
+    def _read_inner(self, outer: Launch, node: Node, around: Node, output: str) -> None:
         """Append the statements in the text of a ``bash -c``, read in a child shell: `outer` is its
-        launch, `node` its command, `whole` that with its pipes and files. Each of them gets what
+        launch, `node` its command, `around` that with its pipes and files. Each of them gets what
         the command says by `_give_to_inner`, which has the same `output`. Note the variables that
         the batch script expands in the text, and its arguments. Raise as `syntax.parse`."""
         assert outer.inner is not None
@@ -185,7 +185,7 @@ class Reader(BranchReading):
         step = outer.step or self._place.step
         place, in_image = self._place, bool(outer.settings.keys() & {"image", "container"})
         self._place = replace(place, in_image=place.in_image or in_image)
-        with self._child_shell(whole, outer.args, False):
+        with self._child_shell(around, outer.args, False):
             self.scope.set("0", outer.inner_name)
             self._read_text(inner_text(word), node, step, outer.inner.line)
         self._place = place
