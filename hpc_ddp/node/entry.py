@@ -4,6 +4,7 @@ Run by its path, so that Python looks for modules in ``lib`` first. With ``-m`` 
 working directory, where a user's ``json.py`` or another ``hpc_ddp`` may lie.
 """
 
+import contextlib
 import importlib
 import os
 import signal
@@ -67,7 +68,7 @@ if __name__ == "__main__":
             print(f"hpc-ddp: its part can't be loaded yet: {error}", file=sys.stderr)
         sys.exit(111)  # the disk is away: the batch script calls again
     if loaded:
-        with open(loaded, "w") as file:
+        with contextlib.suppress(OSError), open(loaded, "w") as file:  # the node's /tmp may be full
             file.write("yes")
     outcome = part.main(sys.argv[2:])
     if isinstance(outcome, int):
