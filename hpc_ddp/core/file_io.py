@@ -294,11 +294,10 @@ def read_tail(path: Path, size_bytes: int) -> str:
     return _NOISE_LINE.sub("", _RANK_MARK.sub("", text))
 
 
-def parse_python(path: Path) -> ast.Module:
-    """Return the syntax tree of a Python file; warnings of its text, as for ``"\\d"``, are not
-    printed. Raise OSError where the file can't be read, and SyntaxError or ValueError where it is
-    no Python, or too deeply nested for its parser."""
-    text = path.read_bytes()
+def parse_python(path: Path, text: bytes) -> ast.Module:
+    """Return the syntax tree of the Python file `path` with the content `text`; warnings of that,
+    as for ``"\\d"``, are not printed. Raise SyntaxError or ValueError where it is no Python, or
+    too deeply nested for its parser."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:

@@ -224,11 +224,13 @@ def _read(path: Path, is_script: bool) -> _Reading:
     """Return the reading of the file `path`, which is the script itself or one of its modules;
     raise UnfitError if it can't be read, or is no Python."""
     try:
-        tree = parse_python(path)
-        text = path.read_text(errors="replace")
+        text = path.read_bytes()
+        tree = parse_python(path, text)
     except (OSError, SyntaxError, ValueError) as error:
         raise UnfitError(f"{path.name} can't be read: {error}") from None
-    reading = _Reading(uses_compiler=USES_COMPILER.search(text) is not None)
+    reading = _Reading(
+        uses_compiler=USES_COMPILER.search(text.decode(errors="replace")) is not None
+    )
     tried = _statements_in_try(tree)
     early = _note_steps(tree, is_script, reading, tried)
     for node in ast.walk(tree):

@@ -109,7 +109,7 @@ def _uncopied_modules(script: Path, root: Path, copied: Set[str]) -> list[str]:
     while paths:
         path = paths.pop()
         try:
-            modules = _modules_of(parse_python(Path(path)), path, folders)
+            modules = _modules_of(parse_python(Path(path), Path(path).read_bytes()), path, folders)
         except (OSError, SyntaxError, ValueError):
             continue
         parts = ((place, part) for name, place in modules for part in _parts_of(name))
