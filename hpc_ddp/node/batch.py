@@ -140,8 +140,8 @@ def _begin(environ: dict[str, str]) -> dict[str, str] | None:
         chain.queue_next_link(run, attempt, environ)
     patiently(partial(chain.forget_early_links, run))
     job = ask_about_job(job_id)
-    script_options = {} if INTERACTIVE in environ else slurm.options_of(job_folder(run).script)
-    if job and not job.may_be_requeued and "requeue" in script_options:  # a site's plugin, say
+    is_forbidden = job and not job.may_be_requeued and INTERACTIVE not in environ
+    if is_forbidden and "requeue" in slurm.options_of(job_folder(run).script):  # by a site's plugin
         lost = "the loss of a node would end the run; hint: --continue-by resubmit: "
         change_job(chain.own_id(environ), [JobChange(MAY_BE_REQUEUED, refused=lost)])
     if job and job.preempted:  # in the set-up lines, say: Slurm signals no step that begins later
