@@ -48,17 +48,17 @@ def patiently(act: Callable[[], T], patience_s: float = PATIENCE_S) -> T:
     again, each second. For the few actions that an attempt's end hangs on.
 
     An OSError that comes more than `patience_s` after the first one is raised; the first one never
-    is: so reading a large file, which may take longer, is tried twice. Any other error is raised at
-    once.
+    is, whatever `patience_s` is, as at the end of a job's time, or where reading a large file takes
+    longer. Any other error is raised at once.
     """
     give_up: float | None = None
     while True:
         try:
             return act()
         except OSError:
-            give_up = give_up or time.monotonic() + patience_s
-            if time.monotonic() > give_up:
+            if give_up is not None and time.monotonic() > give_up:
                 raise
+            give_up = give_up or time.monotonic() + patience_s
             time.sleep(1)
 
 

@@ -16,6 +16,7 @@ from hpc_ddp.core.file_io import (
     parse_object,
     patiently,
     read_json,
+    read_text,
 )
 from hpc_ddp.core.job.job_ref import JobRef
 
@@ -67,18 +68,11 @@ class NodeFolder:
         return [self.path / name for name in fnmatch.filter(os.listdir(self.path), pattern)]
 
     def records(self) -> list[Path]:
-        """Return the files by which the node's tasks have recorded their ends so far, by name; []
-        where the folder can't be listed."""
-        return [self.path / name for name in self.names("record", ".json")]
-
-    def names(self, begin: str, end: str) -> list[str]:
-        """Return the names of the node's files that begin with `begin` and end with `end`, sorted;
-        [] where the folder can't be listed. A glob would take ten times as long, and there are
-        thousands of nodes."""
-        names: list[str] = []
-        with suppress(OSError):
-            names = os.listdir(self.path)
-        return sorted(name for name in names if name.startswith(begin) and name.endswith(end))
+        """Return the files by which the node's tasks have recorded their ends so far, by name.
+        Raise OSError where the folder can't be listed: without its records a node counts as
+        lost."""
+        names = sorted(fnmatch.filter(list_names(self.path), "record*.json"))
+        return [self.path / name for name in names]
 
     agent_log = PathIn("agent.log")  # the output of this node's torchrun
 
@@ -174,8 +168,8 @@ class AttemptFolder:
 
     def records(self) -> list[dict[str, Any]]:
         """Return the records by which the nodes, or their Slurm tasks, have noted their ends so
-        far. A record that is damaged, can't be read or has no exit ``code`` is left out. Raise
-        OSError where the nodes can't be listed."""
+        far. A record that is damaged or has no exit ``code`` is left out. Raise OSError where a
+        folder can't be listed, or a record can't be read."""
         nodes = self.nodes()
         with ThreadPoolExecutor(READER_THREADS) as pool:  # a thousand files take seconds in a row
             records = [record for of_node in pool.map(_records_of, nodes) for record in of_node]
@@ -183,5 +177,9 @@ class AttemptFolder:
 
 
 def _records_of(node: NodeFolder) -> list[dict[str, Any]]:
-    """Return the objects in a node's records; {} for one that can't be read."""
-    return [read_json(path) for path in node.records()]
+    """Return the objects in a node's records, those that are whole. Raise as `records`."""
+    records = []
+    for path in node.records():
+        with suppress(ValueError):
+            records.append(parse_object(read_text(path)))
+    return records

@@ -75,8 +75,9 @@ def test_a_disk_that_comes_back_is_waited_for(monkeypatch: pytest.MonkeyPatch) -
     assert clock.slept == [1, 1]
 
 
-def test_a_call_longer_than_the_patience_is_tried_twice(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("patience_s", [file_io.PATIENCE_S, 0.0, -5.0])
+def test_a_call_is_tried_twice_whatever_the_patience(
+    monkeypatch: pytest.MonkeyPatch, patience_s: float
 ) -> None:
     clock, calls = stop_clock(monkeypatch, file_io), []
 
@@ -86,7 +87,7 @@ def test_a_call_longer_than_the_patience_is_tried_twice(
         raise OSError("away")
 
     with pytest.raises(OSError, match="away"):
-        file_io.patiently(act)
+        file_io.patiently(act, patience_s)
     assert len(calls) == 2
 
 

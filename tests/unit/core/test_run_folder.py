@@ -225,6 +225,31 @@ def test_records_of_nodes_are_read(tmp_path: Path) -> None:
     assert len(NodeFolder(attempt.path / "n1").records()) == 2
 
 
+@pytest.mark.parametrize("refused", ["n1", "n1/record-0.json"])
+def test_a_record_that_the_disk_refuses_is_no_lost_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: str
+) -> None:
+    attempt = AttemptFolder(tmp_path / "attempt-0")
+    (attempt.path / "n1").mkdir(parents=True)
+    write_json(attempt.path / "n1" / "record-0.json", {"code": 0})
+    assert attempt.records() == [{"code": 0}]
+    for name in ("listdir", "open"):
+        monkeypatch.setattr(os, name, _refusing(getattr(os, name), attempt.path / refused))
+    with pytest.raises(OSError, match="Stale"):
+        attempt.records()
+
+
+def _refusing(call: Callable[..., Any], path: Path) -> Callable[..., Any]:
+    """Return `call`, whose first argument is a path, with an error of the disk for `path`."""
+
+    def refuse(first: Any, *args: Any, **options: Any) -> Any:
+        if first == path:
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return call(first, *args, **options)
+
+    return refuse
+
+
 def test_job_ids_are_listed_oldest_first(tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "name" / "id").make()
     for number, link in enumerate(("8", "", 9, "7")):

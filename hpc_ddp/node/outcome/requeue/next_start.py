@@ -99,10 +99,11 @@ class EndedStart:
         """Have Slurm make `changes` of the job that goes on (`change_job`). Its pause is noted
         until Slurm has taken it: a busy Slurm may start the job before, and such a start is put off
         once (`vain_start.keep_pause`). A disk that refuses the note is passed over."""
-        pauses = self.run.pauses
+        pauses, task = self.run.pauses, self.environ.get("SLURM_ARRAY_TASK_ID")
+        own_name = f"{job_id}_{task}" if task and "_" not in job_id else job_id  # as `own_id` there
         with suppress(OSError):
             if self.pause_s and not self.is_early:
-                write_json(pauses, {job_id: time.time() + self.pause_s})
+                write_json(pauses, {own_name: time.time() + self.pause_s})
         if change_job(job_id, changes) or self.is_early:
             with suppress(OSError):
                 pauses.unlink(missing_ok=True)

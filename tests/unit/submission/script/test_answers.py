@@ -20,16 +20,17 @@ def _script(spec: JobSpec) -> str:
     return Rendering(spec, RunFolder(Path("/r/x/1")), Path("/r/x/1/code"), Path("x.py")).text()
 
 
-def _function(script: str, name: str) -> str:
-    begin = script.index(f"{name}() {{")
-    return script[begin : script.index("\n}\n", begin) + 3]
+def _functions(*names: str) -> str:
+    """Return functions of the batch script."""
+    script = _script(JobSpec("x.py"))
+    begins = [script.index(f"{name}() {{") for name in names]
+    return "".join(script[begin : script.index("\n}\n", begin) + 3] for begin in begins)
 
 
 def _answer(wrapper: str, code: str) -> subprocess.CompletedProcess[str]:
     """Return what `_answer_of` prints with a wrapper of Python, a shell's line before `code`."""
-    script = _script(JobSpec("x.py"))
     lines = [
-        *(_function(script, name) for name in ("_run_part", "_answer_of")),
+        _functions("_end_of_wait", "_run_part", "_answer_of"),
         'wrapped() { eval "$1"; }',
         '_node_side=(wrapped "$1") _node=/dev/null',
         "_answer_of batch begin",
@@ -94,7 +95,7 @@ def test_a_part_that_could_not_be_loaded_is_called_again(
         _node_side=(part) _node={node}
         _run_part batch begin
     """
-    script = _function(_script(JobSpec("x.py")), "_run_part")
+    script = _functions("_end_of_wait", "_run_part")
     done = subprocess.run(["bash", "-c", script + text], capture_output=True, text=True)
     assert (done.returncode, count.read_text().count("x")) == (7, calls), done.stderr
 
@@ -106,7 +107,7 @@ def test_a_part_that_has_begun_is_called_once(tmp_path: Path) -> None:
         _node_side=(part) _node=/dev/null
         _run_part batch verdict
     """
-    script = _function(_script(JobSpec("x.py")), "_run_part")
+    script = _functions("_end_of_wait", "_run_part")
     done = subprocess.run(["bash", "-c", script + text], capture_output=True, text=True)
     assert done.returncode == 143, done.stderr
     assert (tmp_path / "count").read_text() == "x\n"

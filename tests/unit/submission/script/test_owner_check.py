@@ -34,14 +34,14 @@ def run(tmp_path: Path) -> Path:
 def check(run: Path, profile: str = "", **more: str) -> str:
     """Return what the script prints to stderr; '' where it would go on. `profile` are lines before
     it, and `more` are variables."""
-    begin, _, rest = GOLDEN.read_text().partition("_check_owner() {")
-    function = "_check_owner() {" + rest.partition("\n}\n")[0] + "\n}\n"
+    text = GOLDEN.read_text()
+    begin = text.index("_end_of_wait() {")
+    functions = text[begin : text.index("\n}\n", text.index("_check_owner() {")) + 3]
     env = {"PATH": os.environ["PATH"], "HPC_DDP_RUN": str(run), "_node": f"{run}/lib/node.py"}
     env |= more
-    argv = ["/bin/bash", "-c", f"{profile}\n{function}_check_owner"]
+    argv = ["/bin/bash", "-c", f"{profile}\n{functions}_check_owner"]
     done = subprocess.run(argv, env=env, capture_output=True, text=True)
     assert bool(done.returncode) == bool(done.stderr)
-    assert begin
     return done.stderr
 
 

@@ -144,7 +144,7 @@ def _words_of_srun(rendering: Rendering, folder: Path) -> list[str]:
     script = "\n".join(
         [
             "srun() { printf '%s\\0' \"$@\" >words; }; sleep() { :; }",
-            rendering.block("settings").replace("cd ", "true "),
+            rendering.block("settings").replace("\ncd ", "\ntrue ").replace("\n_await ", "\ntrue "),
             "node=/lib/node.py cpus=1 SLURM_NNODES=1 HPC_DDP_PORT='$(touch port)'",
             rendering.block("step"),
         ]

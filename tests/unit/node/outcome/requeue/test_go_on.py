@@ -11,6 +11,7 @@ from hpc_ddp.core.file_io import read_json, write_json
 from hpc_ddp.core.journal.enums import Action, Cause
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node.outcome.requeue import next_start
+from hpc_ddp.node.outcome.requeue.chain import own_id
 from hpc_ddp.node.outcome.requeue.excluded_nodes import KEPT_OFF_S
 from hpc_ddp.node.outcome.verdict import Verdict
 from tests.raw_events import raw
@@ -111,6 +112,18 @@ def test_a_job_is_put_off_by_the_verdicts_pause(
     assert end(decided, **options) == 0
     assert printed[1:] == ["scontrol refused: Access denied"]
     assert read_json(run.pauses) == {job_id: clock.now + 600}  # for the start itself
+
+
+def test_the_pause_of_a_tasks_new_job_is_found_by_that_job(
+    slurm_commands: Slurm, end: Callable[..., int], run: RunFolder
+) -> None:
+    write_json(run.attempt(0).path / "next.json", {"job_id": "8"})
+    slurm_commands.answer_by("scontrol", "case $1 in update) exit 1;; esac; " + RUNNING)
+    task = {"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "1"}
+    decided = Verdict(Cause.FAILED, Action.REQUEUE, "", pause_s=600.0)
+    assert end(decided, continue_by="resubmit", **task) == 0
+    new_job = {**task, "SLURM_JOB_ID": "8", "SLURM_ARRAY_JOB_ID": "8"}
+    assert list(read_json(run.pauses)) == [own_id(new_job)]
 
 
 def test_a_limit_that_an_operator_has_raised_stays(
