@@ -267,7 +267,10 @@ def stage(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     programs.mkdir()
     for name in ("sh", "kill", "find", "mktemp", "rm", "stat"):
         (programs / name).symlink_to(shutil.which(name) or name)
-    (programs / "sleep").write_text("#!/bin/sh\n")  # while the run's disk is away
+    (programs / "sleep").write_text("#!/bin/sh\n")  # while a disk is away
+    clock = 'read now <"$0.now"; now=$((now + 100)); echo $now | tee "$0.now"'
+    (programs / "date").write_text(f"#!/bin/bash\nPATH={os.defpath}\n{clock}\n")
+    (programs / "date.now").write_text("0\n")
     (programs / "python3").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
     (tmp_path / "run" / "lib").mkdir(parents=True)
     (tmp_path / "run" / "lib" / "node.py").write_text(NODE_SIDE)
@@ -395,8 +398,8 @@ def test_a_start_that_hpc_ddp_puts_off_is_no_end_of_set_up_lines(
     stage: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
 ) -> None:
     """The job that waited for this one was cancelled then."""
-    (tmp_path / "bin" / "sleep").unlink()
     for name in ("date", "sleep"):
+        (tmp_path / "bin" / name).unlink()
         (tmp_path / "bin" / name).symlink_to(shutil.which(name) or name)
     done = stage(setup=("echo $SLURM_RESTART_COUNT",), continue_by="resubmit")
     assert (done.returncode, done.stdout) == (0, "python batch queue-next\n"), done.stderr
@@ -482,7 +485,7 @@ def _play_stage(
         '#!/bin/sh\nuntil [ $1 = bash ]; do shift; done; exec "$@"'
     )
     (tmp_path / "bin" / "srun").chmod(0o755)
-    for name in ("bash", "date", "timeout"):
+    for name in ("bash", "timeout"):
         (tmp_path / "bin" / name).symlink_to(shutil.which(name) or name)
     (lib / "node.py").write_text(NODE_SIDE.replace("=8", "=8; HPC_DDP_END_TIME=1"))
     strict = "IFS=$'\\n\\t'"  # of what is called bash's strict mode
