@@ -33,9 +33,9 @@ from patient_epoll import preload_patient_epoll
 from torch._C._distributed_c10d import TCPStore  # torch.distributed re-exports it untyped
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  # registers its backend
 
-from hpc_ddp.training.process.control import Control
 from hpc_ddp.training.process.control_tree import TreeControl
 from hpc_ddp.training.process.environment import DistEnv
+from hpc_ddp.training.process.rank_messages import Control
 
 ROUNDS = 50
 MOST_IN_ONE_GROUP = 128

@@ -27,7 +27,7 @@ COMMANDS = {
     ),
     "import": "import_job",
     **dict.fromkeys(("status", "explain", "logs", "verify", "cancel", "report"), "runs"),
-    **dict.fromkeys(("attach", "bundle", "clean", "completion"), "handy"),
+    **dict.fromkeys(("attach", "bundle", "clean", "completion"), "utilities"),
     **dict.fromkeys(("site", "trust"), "site"),
 }
 

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.integrations.stop_point import StopPoint
 from hpc_ddp.training.models import rng
-from hpc_ddp.training.models.tracked import warn_of_untracked
+from hpc_ddp.training.models.tracked_objects import warn_of_untracked
 
 RANDOM = "random-{}.pt"  # the file of a rank, by its number
 

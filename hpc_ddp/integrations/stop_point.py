@@ -31,18 +31,18 @@ from torch.nn.parallel import DistributedDataParallel
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.journal.events import Finished, Stopped, TrainingBegun
 from hpc_ddp.training import devices
-from hpc_ddp.training.checkpoint.library import LibraryCheckpoints
+from hpc_ddp.training.checkpoint.library_checkpoints import LibraryCheckpoints
 from hpc_ddp.training.checkpoint.storage.retention import Retention
 from hpc_ddp.training.models.ddp import BucketOrders
 from hpc_ddp.training.models.dtensor import gather_whole
 from hpc_ddp.training.options import Options
-from hpc_ddp.training.process.control import Control, LoneControl
 from hpc_ddp.training.process.control_tree import open_control
 from hpc_ddp.training.process.environment import mark_trained, take_run
 from hpc_ddp.training.process.failure import OuterError
 from hpc_ddp.training.process.hang_watchdog import beat
 from hpc_ddp.training.process.member import Member
 from hpc_ddp.training.process.process_group import leave, skip_teardown_at_exit, timeout_beyond
+from hpc_ddp.training.process.rank_messages import Control, LoneControl
 from hpc_ddp.training.stops.consensus import Decision
 from hpc_ddp.training.stops.signals import NONE, REASONS
 

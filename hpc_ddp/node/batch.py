@@ -35,7 +35,7 @@ from hpc_ddp.core.journal.journal import first_attempt
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.core.run_index import link_job
 from hpc_ddp.live_jobs import is_attempt_live
-from hpc_ddp.node.net.network import first_port, free_port, reachable_name
+from hpc_ddp.node.net.names_and_ports import first_port, free_port, reachable_name
 from hpc_ddp.node.outcome.end_message import notify_of_end
 from hpc_ddp.node.outcome.gather_facts import (
     enforce_budget,

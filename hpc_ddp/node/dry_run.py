@@ -39,7 +39,7 @@ from hpc_ddp.core.process import NOTICES
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node.batch import attempt_env, next_port
 from hpc_ddp.node.child_process import fill_options
-from hpc_ddp.node.net.network import LOOPBACK, free_port
+from hpc_ddp.node.net.names_and_ports import LOOPBACK, free_port
 from hpc_ddp.node.outcome.end_message import notify_of_end
 from hpc_ddp.node.outcome.gather_facts import enforce_budget, judge_attempt
 from hpc_ddp.node.outcome.verdict import Verdict

@@ -45,7 +45,7 @@ from hpc_ddp.node.child_process import (
 )
 from hpc_ddp.node.net import tracker_lookup
 from hpc_ddp.node.net.comparison import FabricComparison
-from hpc_ddp.node.net.network import check_resolves
+from hpc_ddp.node.net.names_and_ports import check_resolves
 from hpc_ddp.node.net.place import Place
 from hpc_ddp.node.outcome import first_failure, oom
 from hpc_ddp.node.watch import checkpoint_note

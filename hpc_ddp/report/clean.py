@@ -28,8 +28,8 @@ from hpc_ddp.core.job.trackers import mlflow_id_file, sync_commands
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.core.run_index import all_runs, unlink_jobs
 from hpc_ddp.live_jobs import Queue, describe_work, read_queue
+from hpc_ddp.report.status.run_state import RunState, spec_of
 from hpc_ddp.report.status.run_status import status_of
-from hpc_ddp.report.status.state import RunState, spec_of
 from hpc_ddp.report.tables import align_columns
 
 # Names of folders beside a run begin so. Each is new, and so this user's own: other users may share

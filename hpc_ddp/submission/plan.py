@@ -40,7 +40,7 @@ from hpc_ddp.submission.script.mistakes import find_mistakes
 from hpc_ddp.submission.script.render import Rendering
 from hpc_ddp.submission.settings.config import Settings
 from hpc_ddp.submission.settings.job import job_spec
-from hpc_ddp.submission.settings.job_checks import check_job
+from hpc_ddp.submission.settings.machine_checks import check_job
 from hpc_ddp.submission.settings.user import user_name
 
 

@@ -13,16 +13,16 @@ from torch.utils.data import Dataset
 from hpc_ddp.core.errors import EARLY_EXIT, UsageError
 from hpc_ddp.core.journal.events import Finished
 from hpc_ddp.training.checkpoint.rank_comparison import check_facts
+from hpc_ddp.training.data.batch_plan import make_plan
 from hpc_ddp.training.data.call_order import check_tracked
 from hpc_ddp.training.data.loader import Loader
 from hpc_ddp.training.data.loop_site import LoopSite
-from hpc_ddp.training.data.order import make_plan
 from hpc_ddp.training.data.own_data import OwnData, StatefulLoaders
 from hpc_ddp.training.data.rerun_lines import Resume
 from hpc_ddp.training.models.ddp import check_steps_are_even
 from hpc_ddp.training.models.dtensor import gather_whole
 from hpc_ddp.training.models.setup import ModelSetup
-from hpc_ddp.training.models.tracked import GradientWatch, warn_of_untracked
+from hpc_ddp.training.models.tracked_objects import GradientWatch, warn_of_untracked
 from hpc_ddp.training.options import Options
 from hpc_ddp.training.process.hang_watchdog import beat
 from hpc_ddp.training.stops.consensus import Decision

@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from torch.utils.data._utils import worker as worker_module
 
 from hpc_ddp.core.errors import HpcDdpError, UsageError
+from hpc_ddp.training.data.batch_plan import BatchPlan, Position
 from hpc_ddp.training.data.loader import Loader, Shard
-from hpc_ddp.training.data.order import BatchPlan, Position
 from hpc_ddp.training.models import rng
 from hpc_ddp.training.stops.loader_workers import outlive_notices
 from tests.waiting import LIMIT_S, is_pending, wait_until

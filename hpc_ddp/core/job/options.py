@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.file_io import parse_object
-from hpc_ddp.core.job import checks
+from hpc_ddp.core.job import option_checks
 from hpc_ddp.core.job.option_declaration import (
     COMMON,
     CONTINUATION,
@@ -253,7 +253,7 @@ class JobSpec(ResourceOptions):
             object.__setattr__(self, "nodes", int(self.nodes))
         sweep = {name: tuple(values) for name, values in self.sweep.items()}
         object.__setattr__(self, "sweep", sweep)
-        checks.check(self)
+        option_checks.check(self)
 
     @property
     def program(self) -> Path:
@@ -314,13 +314,13 @@ class JobSpec(ResourceOptions):
     @property
     def gpu_count(self) -> int:
         """GPUs per node, 0 without any; ``gpus_per_node`` may hold a type as well (``a100:4``)."""
-        match = checks.GPUS.fullmatch(self.gpus_per_node or "")
+        match = option_checks.GPUS.fullmatch(self.gpus_per_node or "")
         return int(match["count"]) if match else 0
 
     @property
     def gpu_type(self) -> str | None:
         """The GPUs' type in ``gpus_per_node``, None without one."""
-        match = checks.GPUS.fullmatch(self.gpus_per_node or "")
+        match = option_checks.GPUS.fullmatch(self.gpus_per_node or "")
         return match["type"] if match else None
 
     @property

@@ -15,7 +15,7 @@ from hpc_ddp.core.job.attempt_folder import AttemptFolder
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node.net.fabric_lookup import Interconnect, fabric_variables, read_nccl_conf
 from hpc_ddp.node.net.interface import interface_to
-from hpc_ddp.node.net.network import LOOPBACK, reachable_name
+from hpc_ddp.node.net.names_and_ports import LOOPBACK, reachable_name
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ from typing import Any, NamedTuple
 from hpc_ddp.core.accelerators import VENDORS, device_files, listed_devices
 from hpc_ddp.core.attempt_env import AttemptEnv
 from hpc_ddp.core.process import NOTICE_SIGNALS, STOOD_STILL_S
-from hpc_ddp.node.net import fabric_lookup, interface, network
+from hpc_ddp.node.net import fabric_lookup, interface, names_and_ports
 from hpc_ddp.node.net.place import Place
 from hpc_ddp.node.preflight import agent_link, bandwidth
 from hpc_ddp.node.preflight.links import Listener, check_partners, partners
@@ -328,7 +328,7 @@ def _answer_all(order: Order, place: Place) -> None:
     report(stage="start")
     listener = Listener(place.node, order.secret, order.port)
     # The socket is held until the store is made: another process might take the port.
-    with network.listen_on_any_port() as store_socket:
+    with names_and_ports.listen_on_any_port() as store_socket:
         check_node(place, order)
         contact = {"host": place.host, "port": listener.port}
         report(stage="local", contact=contact | {"store_port": store_socket.getsockname()[1]})

@@ -30,7 +30,7 @@ from hpc_ddp.core.file_io import read_seconds, read_word
 from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.journal.events import PreflightEnded
 from hpc_ddp.core.run_folder import RunFolder
-from hpc_ddp.node.net.network import listen_on_any_port
+from hpc_ddp.node.net.names_and_ports import listen_on_any_port
 from hpc_ddp.node.preflight.bandwidth import TIMEOUT_S
 from hpc_ddp.node.preflight.blame import (
     DOUBTFUL,

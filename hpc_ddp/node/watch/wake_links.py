@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_ddp.core.file_io import patiently, read_json, write_json
-from hpc_ddp.node.net.network import listen_on_any_port
+from hpc_ddp.node.net.names_and_ports import listen_on_any_port
 from hpc_ddp.node.net.place import Place
 
 FANOUT = 16  # three levels for 273 nodes, four for 4,369

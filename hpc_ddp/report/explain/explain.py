@@ -44,7 +44,7 @@ from hpc_ddp.report.explain.causes import REPEATING_KINDS, explain_attempt, expl
 from hpc_ddp.report.explain.explanation import Explanation, fill_hint, quoted_path, shorten
 from hpc_ddp.report.explain.facts import RunFacts, gather
 from hpc_ddp.report.explain.patterns import explain_pending, recognise_failure
-from hpc_ddp.report.status.state import RunState
+from hpc_ddp.report.status.run_state import RunState
 
 SLOW_IMPORTS_S = 15.0  # imports from a warm cache take some three
 QUIET_S = 600.0  # a running job without an event for so long may hang

@@ -33,7 +33,7 @@ from hpc_ddp.core.journal.journal import is_finished, last_event, last_step, rea
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.live_jobs import ended_jobs
 from hpc_ddp.report.explain.node_records import RecordedFailure, read_ends, read_log_end
-from hpc_ddp.report.status.state import RunState, state_of_job
+from hpc_ddp.report.status.run_state import RunState, state_of_job
 from hpc_ddp.slurm_text import JobRecord
 
 MOST_AGENT_LOGS = 64

@@ -28,8 +28,8 @@ from hpc_ddp.live_jobs import read_queue
 from hpc_ddp.report.explain.explain import explain
 from hpc_ddp.report.explain.explanation import Explanation
 from hpc_ddp.report.explain.facts import RunFacts, gather
+from hpc_ddp.report.status.run_state import RunState
 from hpc_ddp.report.status.run_status import Status, summarize
-from hpc_ddp.report.status.state import RunState
 
 # The sign of an attempt's end, by its cause or state; others have ✕.
 _SIGNS = {"preempted": "▼", "time limit": "▼", "notice": "▼", "finished": "✓", "cancelled": "⏹"}

@@ -24,7 +24,7 @@ from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.report.html.charts import make_charts
 from hpc_ddp.report.html.curves import Curve, curves_of, starts_of
 from hpc_ddp.report.html.history import RunHistory, attempt_rows, make_strip, nodes_of, read_run
-from hpc_ddp.report.status.state import RunState, spec_of
+from hpc_ddp.report.status.run_state import RunState, spec_of
 
 MOST_CHARTS = 24
 MOST_ATTEMPTS = 200

@@ -18,8 +18,8 @@ from hpc_ddp.core.journal.fields import to_number
 from hpc_ddp.core.journal.journal import last_event
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.live_jobs import Queue
+from hpc_ddp.report.status.run_state import RunState, state_of_job
 from hpc_ddp.report.status.run_status import Status, status_of
-from hpc_ddp.report.status.state import RunState, state_of_job
 from hpc_ddp.report.tables import align_columns
 
 # In names of metrics of which lower values are better.

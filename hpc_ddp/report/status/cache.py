@@ -29,8 +29,8 @@ from hpc_ddp.core.journal.events import (
 from hpc_ddp.core.journal.journal import last_event, read_briefly
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.live_jobs import Queue
+from hpc_ddp.report.status.run_state import RunState
 from hpc_ddp.report.status.run_status import Status, summarize
-from hpc_ddp.report.status.state import RunState
 
 # Links are not followed: another user may have chosen a device, which the opening would change.
 OPENING = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_NOCTTY | os.O_CLOEXEC

@@ -30,7 +30,7 @@ from hpc_ddp.core.journal.stragglers import slow_rank
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.live_jobs import Life, Queue, describe_job, describe_work, has_ended_for_good
 from hpc_ddp.report.explain.patterns import explain_pending
-from hpc_ddp.report.status.state import RunState, find_state
+from hpc_ddp.report.status.run_state import RunState, find_state
 from hpc_ddp.slurm_text import QueuedJob
 
 

@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from hpc_ddp.core.job.checks import JOB_NAME
+from hpc_ddp.core.job.option_checks import JOB_NAME
 from hpc_ddp.core.job.slurm_options import NODE_BY_NODE, SBATCH, SHORT_OPTIONS, as_raw
 from hpc_ddp.core.job.slurm_values import gpus_of, slurm_seconds
 from hpc_ddp.submission.job_script.bash.words import Word, literal

@@ -10,7 +10,7 @@ from typing import Any
 from hpc_ddp import __version__
 from hpc_ddp.core.attempt_env import AWAY_S, installed_python, options_of_variables
 from hpc_ddp.core.errors import UsageError
-from hpc_ddp.core.job.checks import mpirun_words
+from hpc_ddp.core.job.option_checks import mpirun_words
 from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.job.slurm_options import NODE_BY_NODE, as_pairs
 from hpc_ddp.core.job.sweep import trial_args

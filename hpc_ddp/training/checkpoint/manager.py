@@ -27,13 +27,13 @@ from hpc_ddp.training.checkpoint.schedule import Best, BestValues
 from hpc_ddp.training.checkpoint.state import State, merge_trees, unwrap
 from hpc_ddp.training.checkpoint.storage.resharding import Sharing
 from hpc_ddp.training.checkpoint.storage.shards import StagingBuffer
-from hpc_ddp.training.data.order import Position, derive_seed
+from hpc_ddp.training.data.batch_plan import Position, derive_seed
 from hpc_ddp.training.models import rng
 from hpc_ddp.training.models.ddp import BucketOrders
 from hpc_ddp.training.models.dtensor import is_sharded, local_copies
 from hpc_ddp.training.models.generators import Generators
 from hpc_ddp.training.models.mesh import ParallelDims
-from hpc_ddp.training.models.trained import TrainedParameters
+from hpc_ddp.training.models.trained_parameters import TrainedParameters
 
 RETRY_S = 1.0  # between two tries of `save_surely`
 

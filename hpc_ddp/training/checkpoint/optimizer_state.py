@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.training.models.dtensor import is_sharded
-from hpc_ddp.training.models.trained import TrainedParameters, parameters_of
+from hpc_ddp.training.models.trained_parameters import TrainedParameters, parameters_of
 
 KIND = "class"  # an optimizer's, beside its state
 OF_NO_PARAMETER = "<state of no parameter>"  # an optimizer's, by keys of its own, beside its state

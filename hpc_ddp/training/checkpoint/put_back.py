@@ -20,7 +20,7 @@ from hpc_ddp.training.checkpoint.state import plain_name, plain_part, unwrap
 from hpc_ddp.training.checkpoint.storage.resharding import Reader, UnreadableError
 from hpc_ddp.training.models.dtensor import is_sharded
 from hpc_ddp.training.models.evaluation import set_modes
-from hpc_ddp.training.models.trained import TrainedParameters
+from hpc_ddp.training.models.trained_parameters import TrainedParameters
 
 # RuntimeErrors that are not the checkpoint's: a device is full or broken, a peer is gone. For those
 # of a parameter's copy torch raises its own, with these words in the text.

@@ -21,7 +21,7 @@ from hpc_ddp.core.errors import HpcDdpError, UsageError
 from hpc_ddp.training import devices
 from hpc_ddp.training.checkpoint.storage.layout import OWN, Shape
 from hpc_ddp.training.checkpoint.storage.shards import LocalShard, words
-from hpc_ddp.training.process.control import Control
+from hpc_ddp.training.process.rank_messages import Control
 
 _ROW = 1024  # words of a row in `digest`
 _SHOWN = 4  # names in an error

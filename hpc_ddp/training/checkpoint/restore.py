@@ -26,9 +26,9 @@ from hpc_ddp.training.checkpoint.storage import disk
 from hpc_ddp.training.checkpoint.storage.index import Index, read_index, read_values, reader_of
 from hpc_ddp.training.models.dtensor import is_sharded
 from hpc_ddp.training.models.precision import NON_FINITE_WEIGHTS
-from hpc_ddp.training.models.trained import TrainedParameters
-from hpc_ddp.training.process.control import Control
+from hpc_ddp.training.models.trained_parameters import TrainedParameters
 from hpc_ddp.training.process.process_group import call_on_first
+from hpc_ddp.training.process.rank_messages import Control
 
 
 class Restored:

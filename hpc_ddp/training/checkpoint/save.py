@@ -37,7 +37,7 @@ from hpc_ddp.training.checkpoint.storage.index import (
 )
 from hpc_ddp.training.checkpoint.storage.layout import Layout
 from hpc_ddp.training.checkpoint.storage.retention import Retention
-from hpc_ddp.training.process.control import Control
+from hpc_ddp.training.process.rank_messages import Control
 
 TRIES = 3  # failed saves in a row that end the run, if they are spread over `PATIENCE_S`
 PATIENCE_S = 30.0

@@ -21,7 +21,7 @@ from hpc_ddp.training.checkpoint import optimizer_state
 from hpc_ddp.training.checkpoint.plain_state import kind_of, refusal, take_apart
 from hpc_ddp.training.checkpoint.storage.layout import OWN
 from hpc_ddp.training.models.dtensor import is_sharded, reshard
-from hpc_ddp.training.models.trained import TrainedParameters, parameters_of
+from hpc_ddp.training.models.trained_parameters import TrainedParameters, parameters_of
 
 VERSIONS = "<versions>"  # of a module's state dict, by the names of its parts, beside it
 GRADIENTS = "<gradients>"  # whether they are needed, by names of parameters that the loop changes

@@ -15,8 +15,8 @@ from hpc_ddp.training.data.loop_site import LoopSite
 from hpc_ddp.training.process.failure import OuterError
 
 if TYPE_CHECKING:
+    from hpc_ddp.training.data.batch_plan import LoopKey, Position
     from hpc_ddp.training.data.loader import Loader
-    from hpc_ddp.training.data.order import LoopKey, Position
 
 Kind = Literal["epochs", "steps"]
 

@@ -19,10 +19,10 @@ from torch.utils.data import (
 )
 
 from hpc_ddp.core.errors import UsageError
-from hpc_ddp.training.data import order
+from hpc_ddp.training.data import batch_plan
+from hpc_ddp.training.data.batch_plan import BatchPlan, MicroBatch, Position
 from hpc_ddp.training.data.batches import copy_rows, pin_tensors
 from hpc_ddp.training.data.iterable import IterableBatches
-from hpc_ddp.training.data.order import BatchPlan, MicroBatch, Position
 from hpc_ddp.training.data.sample_seeds import SampleSeeds
 from hpc_ddp.training.devices import is_accelerator
 from hpc_ddp.training.models import rng
@@ -80,7 +80,7 @@ def make_dataloader(
             worker_init_fn=partial(_init_worker, worker_init_fn) if worker_init_fn else None,
             in_order=True,
             # An iterator draws the seeds of its workers from it, and not from the global one.
-            generator=torch.Generator().manual_seed(order.derive_seed(seed, plan.rank)),
+            generator=torch.Generator().manual_seed(batch_plan.derive_seed(seed, plan.rank)),
             **{"pin_memory": is_accelerator(device), **options},
         )
     except (TypeError, ValueError) as error:
@@ -127,7 +127,7 @@ class _Keys:
             for micro_batch in micro_batches:
                 yield epoch, list(micro_batch.places), micro_batch
             return
-        sequence = order.permutation(self._samples, self._seed, epoch)
+        sequence = batch_plan.permutation(self._samples, self._seed, epoch)
         for micro_batch in micro_batches:
             places = micro_batch.places
             yield epoch, sequence[places.start : places.stop : places.step].tolist(), micro_batch
@@ -167,12 +167,12 @@ class SeededBatches(Dataset[tuple[MicroBatch, Any]]):
         """Return the collated samples of an epoch at `indices`. Seeds the global generators, and
         those of transforms."""
         samples = [self._fetch_sample(epoch, index) for index in indices]
-        rng.seed_all(order.derive_seed(self._seed, epoch, indices[0], len(indices)))
+        rng.seed_all(batch_plan.derive_seed(self._seed, epoch, indices[0], len(indices)))
         return self._collate(samples)
 
     def _fetch_sample(self, epoch: int, index: int) -> Any:
         """Seed the global generators, and those of transforms, for a sample; return the sample."""
-        self.seeds.seed(order.derive_seed(self._seed, epoch, index))
+        self.seeds.seed(batch_plan.derive_seed(self._seed, epoch, index))
         return self.dataset[index]
 
 

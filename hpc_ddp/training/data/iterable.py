@@ -16,8 +16,8 @@ from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
 from hpc_ddp.core.errors import UsageError
-from hpc_ddp.training.data import order
-from hpc_ddp.training.data.order import BatchPlan, MicroBatch, Position
+from hpc_ddp.training.data import batch_plan
+from hpc_ddp.training.data.batch_plan import BatchPlan, MicroBatch, Position
 from hpc_ddp.training.data.sample_seeds import SampleSeeds
 from hpc_ddp.training.models import rng
 
@@ -89,7 +89,7 @@ class IterableBatches(IterableDataset[tuple[MicroBatch, Any]]):
         stream: Any = self.dataset
         skips = start > 0 and callable(getattr(stream, "skip", None))
         with rng.preserve_generators():
-            self.seeds.seed(order.derive_seed(self._seed, epoch))
+            self.seeds.seed(batch_plan.derive_seed(self._seed, epoch))
             set_epoch(stream, epoch)
             if skips:
                 stream = stream.skip(start)
@@ -127,7 +127,7 @@ class IterableBatches(IterableDataset[tuple[MicroBatch, Any]]):
     def _next_sample(self, source: Iterator[Any], number: int) -> Any:
         """Seed the global generators, and those of transforms, for the sample at place `number`,
         and return the sample; `_END` after the last one."""
-        self.seeds.seed(order.derive_seed(self._seed, self._position.epoch, number))
+        self.seeds.seed(batch_plan.derive_seed(self._seed, self._position.epoch, number))
         return next(source, _END)
 
     def _collate_batch(self, micro_batch: MicroBatch, samples: dict[int, Any]) -> Any:
@@ -135,7 +135,7 @@ class IterableBatches(IterableDataset[tuple[MicroBatch, Any]]):
         the time of `collate` torch's ``get_worker_info()`` shows the loader worker."""
         with rng.preserve_generators():
             places = micro_batch.places
-            seed = order.derive_seed(self._seed, self._position.epoch, places[0], len(places))
+            seed = batch_plan.derive_seed(self._seed, self._position.epoch, places[0], len(places))
             rng.seed_all(seed)
             # A collator of Transformers calls get_worker_info().
             torch_worker._worker_info = self._worker

@@ -12,11 +12,11 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from hpc_ddp.core.errors import UsageError
-from hpc_ddp.training.data import order
+from hpc_ddp.training.data import batch_plan
+from hpc_ddp.training.data.batch_plan import NO_BATCH, BatchPlan, MicroBatch, Position
 from hpc_ddp.training.data.batches import move_to_device
 from hpc_ddp.training.data.dataloader import make_dataloader
 from hpc_ddp.training.data.iteration import BatchGroups, Iteration, is_at_for
-from hpc_ddp.training.data.order import NO_BATCH, BatchPlan, MicroBatch, Position
 from hpc_ddp.training.data.sample_seeds import SampleSeeds
 from hpc_ddp.training.data.worker_death import iterate_watched
 from hpc_ddp.training.process.hang_watchdog import beat
@@ -116,7 +116,7 @@ class Loader:
         """The values that, besides the seed, decide the order of the samples, by their names in
         messages. `track` compares them with the checkpoint's."""
         facts: dict[str, Any] = {"size of the training set": self.samples, "shuffle": self._shuffle}
-        if self._shuffle and (self.samples or 0) > order.LISTED:
+        if self._shuffle and (self.samples or 0) > batch_plan.LISTED:
             facts["order"] = "by formula"  # which older checkpoints of so many samples lack
         return facts
 

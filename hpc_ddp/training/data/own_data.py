@@ -11,12 +11,12 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from hpc_ddp.core.console.terminal import say
+from hpc_ddp.training.data.batch_plan import Position
 from hpc_ddp.training.data.dataloader import SeededBatches
 from hpc_ddp.training.data.iterable import IterableBatches
-from hpc_ddp.training.data.order import Position
 from hpc_ddp.training.models import rng
-from hpc_ddp.training.models.tracked import find_living
-from hpc_ddp.training.process.control import Control
+from hpc_ddp.training.models.tracked_objects import find_living
+from hpc_ddp.training.process.rank_messages import Control
 
 HINT = "write run.loader(dataset, batch_size) in place of DataLoader(dataset, …)"
 

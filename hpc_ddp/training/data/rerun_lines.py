@@ -14,8 +14,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from hpc_ddp.training.checkpoint.optimizer_state import overwrite_tensors
 
 if TYPE_CHECKING:
+    from hpc_ddp.training.data.batch_plan import Position
     from hpc_ddp.training.data.call_order import CallOrder
-    from hpc_ddp.training.data.order import Position
 
 _PLAIN = (Number, str, bytes, type(None))  # types of values that are settings
 _MOST = 1024  # the most numbers of a tensor or array that is a setting, and no replay buffer

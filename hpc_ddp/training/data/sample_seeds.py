@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from hpc_ddp.core.console.terminal import say
-from hpc_ddp.training.data.order import derive_seed
+from hpc_ddp.training.data.batch_plan import derive_seed
 from hpc_ddp.training.models import rng
 from hpc_ddp.training.models.generators import bytes_of
 

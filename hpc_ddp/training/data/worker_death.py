@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from hpc_ddp.core.errors import HpcDdpError
-from hpc_ddp.training.data.order import MicroBatch
+from hpc_ddp.training.data.batch_plan import MicroBatch
 from hpc_ddp.training.devices import CPU
 
 DEATH_S = 10.0  # the connection to a worker may break before the kernel says that it has ended

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.training.devices import is_accelerator
-from hpc_ddp.training.models.tracked import LivingModels
+from hpc_ddp.training.models.tracked_objects import LivingModels
 
 PACKING = "_hpc_ddp_packing"  # an attribute of a model's DDP
 MOST_SHAPES = 64  # the most shapes of batches for which a compiled model has kernels of their own

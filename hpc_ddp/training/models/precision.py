@@ -19,8 +19,8 @@ from hpc_ddp.training.checkpoint.state import ignored_by_ddp
 from hpc_ddp.training.devices import Transfer, has_bf16, has_float64, name
 from hpc_ddp.training.models.dtensor import clip_gradients, total_norm
 from hpc_ddp.training.models.mesh import ParallelDims
-from hpc_ddp.training.models.tracked import LivingModels
-from hpc_ddp.training.models.trained import TrainedParameters, parameters_of
+from hpc_ddp.training.models.tracked_objects import LivingModels
+from hpc_ddp.training.models.trained_parameters import TrainedParameters, parameters_of
 
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 # NCCL's variables for sums in an NVSwitch, or in a switch of the network: NCCL does not choose the

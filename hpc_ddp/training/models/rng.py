@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from hpc_ddp.training import devices
-from hpc_ddp.training.data.order import derive_seed
+from hpc_ddp.training.data.batch_plan import derive_seed
 
 
 def seed_all(seed: int, places: Sequence[torch.device] = ()) -> None:

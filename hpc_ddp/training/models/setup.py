@@ -14,13 +14,13 @@ from torch.utils.data import Dataset
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.journal.events import TrainingBegun
 from hpc_ddp.training.checkpoint.state import unwrap, without_ddp
+from hpc_ddp.training.data.batch_plan import MicroBatch, derive_seed, make_plan
 from hpc_ddp.training.data.call_order import CallOrder
 from hpc_ddp.training.data.loader import Batch, Loader, Shard
-from hpc_ddp.training.data.order import MicroBatch, derive_seed, make_plan
 from hpc_ddp.training.data.own_data import StatefulLoaders
 from hpc_ddp.training.data.rerun_lines import Resume
 from hpc_ddp.training.devices import is_accelerator
-from hpc_ddp.training.models import tracked
+from hpc_ddp.training.models import tracked_objects
 from hpc_ddp.training.models.ddp import (
     check_sparse_gradients,
     compile_for_resume,
@@ -47,14 +47,14 @@ class ModelSetup(Worker):
 
     def __init__(self, options: Options) -> None:
         super().__init__(options)
-        self._wrapped = tracked.LivingModels[Any]()  # whose gradients DDP or FSDP2 averages
+        self._wrapped = tracked_objects.LivingModels[Any]()  # whose gradients DDP or FSDP2 averages
         self._averages = WeakKeyDictionary[Average, ref[torch.nn.Module]]()  # each with its model
         self._mesh: DeviceMesh | None = None
         self._loader: Loader | None = None
         self._calls = CallOrder(self._say)
         self._is_unchecked = False  # whether a loop's first step is still to warn of untracked ones
         self._resume = Resume()
-        self._gradients = tracked.GradientWatch()
+        self._gradients = tracked_objects.GradientWatch()
         self._no_loader = Batch()  # in place of a batch in a script without a loader of the run
         self._epoch: Loader | StatefulLoaders = StatefulLoaders()  # knows an epoch's begin and end
 
@@ -118,7 +118,7 @@ class ModelSetup(Worker):
             model = convert_to_sync_batchnorm(model, self.device, group, self._say)
         self._precision.watch_model(model)
         if len(self.devices) == 1:
-            tracked.check_place(model, self.device, self._has_tracked)
+            tracked_objects.check_place(model, self.device, self._has_tracked)
             model.to(self.device)
             for average, source in self._averages.items():
                 average.follow(source())
@@ -322,9 +322,9 @@ class ModelSetup(Worker):
     def _check_tracked(self, objects: Mapping[str, Any]) -> None:
         """Raise UsageError or HpcDdpError as `check_models` and `check_copies`, and print warnings
         as `warn_of_stateless`."""
-        tracked.check_models(objects, self._wrapped, self._dims.pp > 1)
-        tracked.warn_of_stateless(objects, self._say)
-        tracked.check_copies(objects.values(), self._wrapped, self._dims)
+        tracked_objects.check_models(objects, self._wrapped, self._dims.pp > 1)
+        tracked_objects.warn_of_stateless(objects, self._say)
+        tracked_objects.check_copies(objects.values(), self._wrapped, self._dims)
 
     def _begin_loop(self, is_over: bool) -> None:
         """Set random generators, note models' flags, undo changes by lines that have run a second

@@ -22,8 +22,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from hpc_ddp.training.process.control import Control
 from hpc_ddp.training.process.environment import DistEnv
+from hpc_ddp.training.process.rank_messages import Control
 
 T = TypeVar("T")
 

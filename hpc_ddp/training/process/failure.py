@@ -21,7 +21,7 @@ from hpc_ddp.core.errors import EARLY_EXIT, HpcDdpError
 from hpc_ddp.core.journal.events import RankFailed
 from hpc_ddp.core.journal.journal import Journal
 from hpc_ddp.training.checkpoint.save import SupersededError
-from hpc_ddp.training.data.order import Position
+from hpc_ddp.training.data.batch_plan import Position
 from hpc_ddp.training.process.environment import DistEnv
 
 

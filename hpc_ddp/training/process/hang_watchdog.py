@@ -25,7 +25,7 @@ from hpc_ddp.core import process
 from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.file_io import make_folders
 from hpc_ddp.core.job.attempt_folder import NodeFolder
-from hpc_ddp.training.data.order import Position
+from hpc_ddp.training.data.batch_plan import Position
 
 dist: Any = torch_distributed  # some of what is used here has no types
 c10d: Any = _distributed_c10d

@@ -16,13 +16,13 @@ from hpc_ddp.core.journal import goodput
 from hpc_ddp.core.journal.events import JournalEvent, WorkerStarted
 from hpc_ddp.training.checkpoint.save import Checkpoints
 from hpc_ddp.training.checkpoint.schedule import SaveSchedule, slowest_save, time_between_failures
-from hpc_ddp.training.data.order import Position
+from hpc_ddp.training.data.batch_plan import Position
 from hpc_ddp.training.options import Options
 from hpc_ddp.training.process import run_directory
-from hpc_ddp.training.process.control import Control
 from hpc_ddp.training.process.environment import DistEnv, LaunchEnv
 from hpc_ddp.training.process.failure import FailureHook, drop_failing_prints
 from hpc_ddp.training.process.hang_watchdog import Watchdog
+from hpc_ddp.training.process.rank_messages import Control
 from hpc_ddp.training.stops.consensus import StopConsensus
 from hpc_ddp.training.stops.loader_workers import outlive_notices
 from hpc_ddp.training.stops.signals import Notices

@@ -22,9 +22,9 @@ from torch.distributed.rendezvous import rendezvous
 from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.errors import HpcDdpError, UsageError
 from hpc_ddp.training import devices
-from hpc_ddp.training.process.control import NEVER, Control
 from hpc_ddp.training.process.control_tree import open_control
 from hpc_ddp.training.process.environment import DistEnv, LaunchEnv
+from hpc_ddp.training.process.rank_messages import NEVER, Control
 
 T = TypeVar("T")
 

@@ -24,9 +24,9 @@ from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.journal.events import Finished, RankFailed, Started, Stopped
 from hpc_ddp.core.journal.journal import last_event
 from hpc_ddp.core.run_folder import RunFolder
-from hpc_ddp.training.process.control import Control
 from hpc_ddp.training.process.environment import WORKER, DistEnv, LaunchEnv
 from hpc_ddp.training.process.process_group import call_on_first
+from hpc_ddp.training.process.rank_messages import Control
 
 SILENT_S = 300.0  # a live run of another host writes its journal more often
 

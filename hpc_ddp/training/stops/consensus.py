@@ -12,7 +12,7 @@ import torch
 
 from hpc_ddp.training import devices
 from hpc_ddp.training.checkpoint.schedule import SaveSchedule
-from hpc_ddp.training.process.control import Control
+from hpc_ddp.training.process.rank_messages import Control
 from hpc_ddp.training.stops.signals import DEADLINE, NONE, Notices
 from hpc_ddp.training.telemetry.step_timing import StepTimer
 

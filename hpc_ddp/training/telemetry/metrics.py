@@ -14,7 +14,7 @@ from hpc_ddp.core.attempt_env import FIRST_STEP, OPENED_FILES
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.journal.events import FirstStep, JournalEvent, MetricsLine
 from hpc_ddp.core.journal.journal import Journal, first_attempt
-from hpc_ddp.training.data.order import Position
+from hpc_ddp.training.data.batch_plan import Position
 from hpc_ddp.training.devices import Transfer, is_number, plain
 
 # Seconds between two lines: in the first minute, and from a quarter of an hour on. In between they

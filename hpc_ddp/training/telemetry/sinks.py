@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpc_ddp.core.console.terminal import say
-from hpc_ddp.training.data.order import Position
+from hpc_ddp.training.data.batch_plan import Position
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

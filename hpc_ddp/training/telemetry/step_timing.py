@@ -19,8 +19,8 @@ import torch
 from hpc_ddp.core.journal.journal import Journal
 from hpc_ddp.core.journal.stragglers import summarize_times
 from hpc_ddp.training import devices
-from hpc_ddp.training.data.order import Position
-from hpc_ddp.training.process.control import Control
+from hpc_ddp.training.data.batch_plan import Position
+from hpc_ddp.training.process.rank_messages import Control
 
 EVERY_S, SELDOM_S = 30.0, 300.0  # seconds between two events of the journal, at first and later
 SAMPLE_S = 0.05  # at most one step in this time is measured, since events of a GPU cost some us

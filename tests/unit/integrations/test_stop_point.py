@@ -20,7 +20,7 @@ from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.integrations import StopPoint, stop_point
 from hpc_ddp.integrations.stop_point import check_step
 from hpc_ddp.training import devices
-from hpc_ddp.training.checkpoint import library
+from hpc_ddp.training.checkpoint import library_checkpoints
 from hpc_ddp.training.process import member
 from hpc_ddp.training.stops.signals import NOTICE
 from tests.raw_events import raw_events
@@ -82,13 +82,13 @@ def test_position_and_facts_come_back_as_they_were(
     stop = make(save_every_steps=2)
     assert stop.latest() is None
     stop.facts["batches"] = 0
-    list_files = library.LibraryCheckpoints._prepare
+    list_files = library_checkpoints.LibraryCheckpoints._prepare
 
     def change_facts_and_list(*args: Any) -> Any:
         stop.facts["batches"] = 99  # the training goes on meanwhile
         return list_files(*args)
 
-    monkeypatch.setattr(library.LibraryCheckpoints, "_prepare", change_facts_and_list)
+    monkeypatch.setattr(library_checkpoints.LibraryCheckpoints, "_prepare", change_facts_and_list)
     due = []
     for step in range(1, 4):
         stop.facts["batches"] = step
@@ -98,14 +98,16 @@ def test_position_and_facts_come_back_as_they_were(
             save(stop)
     assert due == [False, True, False]
     stop.finish()
-    find = library.LibraryCheckpoints.find_newest_of_library
+    find = library_checkpoints.LibraryCheckpoints.find_newest_of_library
 
     def find_older(self: Any) -> Any:
         """Return a checkpoint from before the order of buckets was kept."""
         folder, manifest = find(self)  # type: ignore[misc]
         return folder, {key: value for key, value in manifest.items() if key != "buckets"}
 
-    monkeypatch.setattr(library.LibraryCheckpoints, "find_newest_of_library", find_older)
+    monkeypatch.setattr(
+        library_checkpoints.LibraryCheckpoints, "find_newest_of_library", find_older
+    )
     later = make()
     folder = later.latest()
     assert folder == run.checkpoints / "step-2"
@@ -339,7 +341,7 @@ def test_a_checkpoint_that_can_be_read_again_is_taken_up(
     save_one_step()
     other = make()
     with monkeypatch.context() as patch:
-        patch.setattr(library.LibraryCheckpoints, "find_newest", lambda _: 1 / 0)
+        patch.setattr(library_checkpoints.LibraryCheckpoints, "find_newest", lambda _: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             other.latest()
     assert other.latest() == run.checkpoints / "step-1"

@@ -18,10 +18,10 @@ from hpc_ddp.live_jobs import Queue, Work, describe_work
 from hpc_ddp.report import clean
 from hpc_ddp.report.explain import facts as explain_facts
 from hpc_ddp.report.explain.explain import explain_run
-from hpc_ddp.report.status import state
+from hpc_ddp.report.status import run_state
+from hpc_ddp.report.status.run_state import RunState
 from hpc_ddp.report.status.run_status import has_ended, status_of
 from hpc_ddp.report.status.run_table import runs_table
-from hpc_ddp.report.status.state import RunState
 from tests.raw_events import raw
 from tests.skips import skip_or_fail
 from unit.fakes import Slurm
@@ -54,7 +54,7 @@ def make(root: Path) -> Callable[..., RunFolder]:
 def is_anothers(monkeypatch: pytest.MonkeyPatch, *runs: RunFolder) -> None:
     """Let these runs be another user's, whoever runs the tests."""
     owners = {run.path: "user vera" for run in runs}
-    for module in (clean, state):
+    for module in (clean, run_state):
         monkeypatch.setattr(module, "other_owner", lambda path: owners.get(path, ""))
 
 

@@ -26,7 +26,7 @@ from hpc_ddp.submission.package_files import PACKAGE
 from hpc_ddp.submission.restart import plan_continuation, plan_rerun, set_aside
 from hpc_ddp.submission.run_files import earlier, library, snapshot
 from hpc_ddp.submission.run_files.start_claim import release_start
-from hpc_ddp.submission.settings import job_checks
+from hpc_ddp.submission.settings import machine_checks
 from hpc_ddp.submission.settings.config import Layer, Settings
 from hpc_ddp.training.checkpoint.storage import disk
 from tests.raw_events import raw
@@ -503,14 +503,14 @@ def test_texts_in_another_encoding_are_refused(
 ) -> None:
     run = RunFolder(tmp_path / "runs" / "train" / "1")
     monkeypatch.setattr(sys, "getfilesystemencoding", lambda: "iso8859-1")
-    job_checks._check_encoding(JobSpec("train.py", args=("--data", "green")), run)
+    machine_checks._check_encoding(JobSpec("train.py", args=("--data", "green")), run)
     wrong = JobSpec("train.py", env={"COLOUR": "gr\xc3\xbcn"}), JobSpec("tr\xc3\xa4n.py")
     other_run = RunFolder(tmp_path / "\xfc" / "train" / "1")
     setup = JobSpec("t.py", setup=("export COLOUR=gr\xc3\xbcn",))
     cases = *((spec, run) for spec in (*wrong, setup)), (JobSpec("t.py"), other_run)
     for spec, folder in cases:
         with pytest.raises(UsageError, match="this shell's locale reads it as iso8859-1") as caught:
-            job_checks._check_encoding(spec, folder)
+            machine_checks._check_encoding(spec, folder)
         assert caught.value.hint == "export LC_ALL=C.UTF-8"
     monkeypatch.setattr(sys, "getfilesystemencoding", lambda: "UTF8")
-    job_checks._check_encoding(wrong[0], run)
+    machine_checks._check_encoding(wrong[0], run)

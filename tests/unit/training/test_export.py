@@ -15,7 +15,7 @@ from hpc_ddp.core.errors import HpcDdpError, UsageError
 from hpc_ddp.training import export as export_module
 from hpc_ddp.training.checkpoint.storage import disk
 from hpc_ddp.training.checkpoint.storage.resharding import Reader
-from hpc_ddp.training.data.order import Position
+from hpc_ddp.training.data.batch_plan import Position
 from hpc_ddp.training.export import export, main
 from unit.training.checkpoint.fakes import claim_run, make_manager, make_saver
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from hpc_ddp.core.errors import HpcDdpError, UsageError
+from hpc_ddp.training.data.batch_plan import Position
 from hpc_ddp.training.data.call_order import CallOrder
-from hpc_ddp.training.data.order import Position
 from hpc_ddp.training.devices import CPU
 from hpc_ddp.training.models.mesh import ParallelDims
 from hpc_ddp.training.run import Run

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from hpc_ddp.core.job.checks import TORCHRUN_SETTLED
+from hpc_ddp.core.job.option_checks import TORCHRUN_SETTLED
 from hpc_ddp.submission.job_script.bash.counts import whole_number
 from hpc_ddp.submission.job_script.bash.variables import Scope
 from hpc_ddp.submission.job_script.bash.words import Part, Word, literal

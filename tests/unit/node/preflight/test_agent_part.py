@@ -35,7 +35,7 @@ import os, sys
 from pathlib import Path
 from types import SimpleNamespace
 from hpc_ddp.core.job.attempt_folder import AttemptFolder
-from hpc_ddp.node.net.network import listen_on_any_port
+from hpc_ddp.node.net.names_and_ports import listen_on_any_port
 from hpc_ddp.node.preflight import agent_link
 place = SimpleNamespace(attempt=AttemptFolder(Path(sys.argv[1])), node="n1")
 """

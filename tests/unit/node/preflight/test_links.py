@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hpc_ddp.core.job.attempt_folder import AttemptFolder
-from hpc_ddp.node.net.network import listen_on_any_port
+from hpc_ddp.node.net.names_and_ports import listen_on_any_port
 from hpc_ddp.node.net.place import Place
 from hpc_ddp.node.preflight import links
 from hpc_ddp.node.preflight.links import Listener, partners

@@ -19,7 +19,7 @@ from hpc_ddp.core.job.attempt_folder import AttemptFolder
 from hpc_ddp.core.journal.enums import Action, Cause
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node import child_process, supervisor
-from hpc_ddp.node.net import network
+from hpc_ddp.node.net import names_and_ports
 from hpc_ddp.node.net.place import Place
 from hpc_ddp.node.supervisor import Supervisor
 from unit.fakes import Clock
@@ -158,7 +158,7 @@ def test_a_first_node_without_an_address_is_recorded(
     attempt: AttemptFolder, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """torchrun would look for it for ten minutes and more, in a log that is not the job's."""
-    check = partial(network.check_resolves, wait_s=0)
+    check = partial(names_and_ports.check_resolves, wait_s=0)
     monkeypatch.setattr(supervisor, "check_resolves", check)
     names = ("n1.invalid", "n2.invalid")
     watcher = make_supervisor(attempt, *COMMAND, nodes=names)

@@ -12,8 +12,8 @@ import pytest
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.live_jobs import Queue
 from hpc_ddp.report.status.array_tasks import Task, rank_tasks, task_table
+from hpc_ddp.report.status.run_state import RunState
 from hpc_ddp.report.status.run_status import status_of
-from hpc_ddp.report.status.state import RunState
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from hpc_ddp.training.checkpoint.storage.layout import StoredShard, layout_of
 from hpc_ddp.training.checkpoint.storage.resharding import Part, Reader
 from hpc_ddp.training.checkpoint.storage.retention import Retention
 from hpc_ddp.training.checkpoint.storage.shards import LocalShard, StagingBuffer
-from hpc_ddp.training.data.order import Position
+from hpc_ddp.training.data.batch_plan import Position
 from hpc_ddp.training.devices import CPU
 from hpc_ddp.training.models.mesh import ParallelDims
 from tests.raw_events import raw_events

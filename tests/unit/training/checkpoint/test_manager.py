@@ -19,7 +19,7 @@ from hpc_ddp.training.checkpoint.rank_part import Content
 from hpc_ddp.training.checkpoint.restore import Restored
 from hpc_ddp.training.checkpoint.storage.frozen import FrozenWeights
 from hpc_ddp.training.checkpoint.storage.index import Index, RankPart, dump
-from hpc_ddp.training.data.order import Position
+from hpc_ddp.training.data.batch_plan import Position
 from hpc_ddp.training.devices import CPU
 from hpc_ddp.training.models import rng
 from hpc_ddp.training.models.mesh import ParallelDims

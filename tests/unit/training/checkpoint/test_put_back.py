@@ -23,7 +23,7 @@ from hpc_ddp.training.checkpoint.storage.layout import StoredShard
 from hpc_ddp.training.checkpoint.storage.resharding import Reader
 from hpc_ddp.training.models import rng
 from hpc_ddp.training.models.mesh import ParallelDims
-from hpc_ddp.training.models.trained import TrainedParameters
+from hpc_ddp.training.models.trained_parameters import TrainedParameters
 from unit.training.checkpoint.fakes import ManyParameters, reader_of, write_buffer
 from unit.training.fakes import Holds
 

@@ -20,7 +20,7 @@ from hpc_ddp.training.checkpoint import restore
 from hpc_ddp.training.checkpoint.restore import Restorer, open_checkpoint
 from hpc_ddp.training.checkpoint.storage import disk
 from hpc_ddp.training.checkpoint.storage.index import RankPart, read_index
-from hpc_ddp.training.process.control import LoneControl
+from hpc_ddp.training.process.rank_messages import LoneControl
 from unit.fakes import stop_clock
 from unit.training.checkpoint.fakes import (
     Finding,

@@ -24,7 +24,7 @@ from hpc_ddp.training.checkpoint.storage.layout import OWN
 from hpc_ddp.training.checkpoint.storage.shards import StagingBuffer
 from hpc_ddp.training.devices import CPU
 from hpc_ddp.training.models.mesh import ParallelDims
-from hpc_ddp.training.models.trained import TrainedParameters
+from hpc_ddp.training.models.trained_parameters import TrainedParameters
 from unit.training.fakes import Holds
 
 Pair = namedtuple("Pair", "first second")

@@ -11,8 +11,8 @@ import torch
 from hypothesis import strategies as st
 from torch.utils.data import Dataset, IterableDataset
 
+from hpc_ddp.training.data.batch_plan import BatchPlan, Position, make_plan
 from hpc_ddp.training.data.loader import Loader
-from hpc_ddp.training.data.order import BatchPlan, Position, make_plan
 from hpc_ddp.training.devices import CPU
 from unit.training.fakes import draw_numbers
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from hpc_ddp.core.errors import UsageError
+from hpc_ddp.training.data.batch_plan import Position
 from hpc_ddp.training.data.call_order import CallOrder, check_tracked
-from hpc_ddp.training.data.order import Position
 
 
 def enter(calls: CallOrder, total: Any, is_tracked: bool = True) -> None:

@@ -15,8 +15,8 @@ from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
 from hpc_ddp.core.errors import UsageError
+from hpc_ddp.training.data.batch_plan import BatchPlan, Position
 from hpc_ddp.training.data.iterable import IterableBatches
-from hpc_ddp.training.data.order import BatchPlan, Position
 from hpc_ddp.training.models import rng
 from unit.training.data.fakes import EndlessStream, batch_arguments, plans_of
 

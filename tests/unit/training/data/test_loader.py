@@ -14,13 +14,13 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import Dataset, IterableDataset, TensorDataset, get_worker_info
 
 from hpc_ddp.core.errors import UsageError
-from hpc_ddp.training.data import dataloader, order
+from hpc_ddp.training.data import batch_plan, dataloader
 from hpc_ddp.training.data import loader as module
+from hpc_ddp.training.data.batch_plan import NO_BATCH, BatchPlan, Position
 from hpc_ddp.training.data.batches import pin_tensors
 from hpc_ddp.training.data.dataloader import _Batch, make_dataloader
 from hpc_ddp.training.data.iteration import instruction_of
 from hpc_ddp.training.data.loader import Loader, Shard, UnknownLengthError
-from hpc_ddp.training.data.order import NO_BATCH, BatchPlan, Position
 from hpc_ddp.training.devices import CPU
 from hpc_ddp.training.models import rng
 from unit.training.data.fakes import (
@@ -294,7 +294,7 @@ def test_a_loader_continues_at_its_position() -> None:
 def test_a_loader_of_many_samples_continues_at_its_position(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(order, "LISTED", 10)
+    monkeypatch.setattr(batch_plan, "LISTED", 10)
     whole = [batch.tolist() for batch in make_loader()]
     rest = make_loader(position=Position(step=2, samples=8, epoch_steps=2))
     assert [batch.tolist() for batch in rest] == whole[2:]

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from hpc_ddp.core.errors import UsageError
+from hpc_ddp.training.data.batch_plan import Position
 from hpc_ddp.training.data.call_order import CallOrder
 from hpc_ddp.training.data.loop_site import LoopSite
-from hpc_ddp.training.data.order import Position
 
 
 class Run:

@@ -9,9 +9,9 @@ import pytest
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from hpc_ddp.training.data.order import Position
+from hpc_ddp.training.data.batch_plan import Position
 from hpc_ddp.training.data.own_data import OwnData, StatefulLoaders, is_own_loader_open
-from hpc_ddp.training.process.control import LoneControl
+from hpc_ddp.training.process.rank_messages import LoneControl
 from unit.training.data.fakes import EndlessStream, NoisyNumbers, make_loader
 
 

@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from hpc_ddp.training.data import sample_seeds
-from hpc_ddp.training.data.order import BatchPlan, Position
+from hpc_ddp.training.data.batch_plan import BatchPlan, Position
 from unit.training.data.fakes import make_loader
 
 

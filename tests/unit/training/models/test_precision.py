@@ -14,7 +14,7 @@ from hpc_ddp.training.devices import CPU
 from hpc_ddp.training.models import precision
 from hpc_ddp.training.models.mesh import ParallelDims
 from hpc_ddp.training.models.precision import NON_FINITE_WEIGHTS, Precision
-from hpc_ddp.training.models.trained import TrainedParameters
+from hpc_ddp.training.models.trained_parameters import TrainedParameters
 
 
 def make_step(precision: Precision, factor: float = 1.0) -> tuple[nn.Linear, Any, Any]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hpc_ddp.training import devices
-from hpc_ddp.training.data.order import derive_seed
+from hpc_ddp.training.data.batch_plan import derive_seed
 from hpc_ddp.training.devices import CPU
 from hpc_ddp.training.models import rng
 from unit.training.fakes import draw_numbers

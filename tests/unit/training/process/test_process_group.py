@@ -22,9 +22,9 @@ from torch.distributed import distributed_c10d
 from hpc_ddp.core.errors import HpcDdpError, UsageError
 from hpc_ddp.training import devices
 from hpc_ddp.training.process import process_group
-from hpc_ddp.training.process.control import NEVER, Control, LoneControl
 from hpc_ddp.training.process.environment import DistEnv
 from hpc_ddp.training.process.process_group import leave
+from hpc_ddp.training.process.rank_messages import NEVER, Control, LoneControl
 from unit.training.fakes import LeftError
 
 

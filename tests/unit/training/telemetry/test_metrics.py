@@ -13,7 +13,7 @@ import torch
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.journal.events import FirstStep, Fresh, JournalEvent, MetricsLine
 from hpc_ddp.core.journal.journal import Journal, read_events
-from hpc_ddp.training.data.order import Position
+from hpc_ddp.training.data.batch_plan import Position
 from hpc_ddp.training.telemetry import metrics as metrics_module
 from hpc_ddp.training.telemetry.metrics import (
     Metrics,

@@ -10,7 +10,7 @@ import torch
 
 from hpc_ddp.core.journal.journal import Journal, read_events
 from hpc_ddp.training import devices
-from hpc_ddp.training.data.order import Position
+from hpc_ddp.training.data.batch_plan import Position
 from hpc_ddp.training.devices import CPU
 from hpc_ddp.training.telemetry.metrics import Metrics
 from hpc_ddp.training.telemetry.peak_flops import peak_flops, peak_share_per_sample

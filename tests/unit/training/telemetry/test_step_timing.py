@@ -11,7 +11,7 @@ import torch
 
 from hpc_ddp.core.journal.stragglers import MOST_RANKS
 from hpc_ddp.training import devices
-from hpc_ddp.training.data.order import Position
+from hpc_ddp.training.data.batch_plan import Position
 from hpc_ddp.training.telemetry.step_timing import StepTimer
 
 

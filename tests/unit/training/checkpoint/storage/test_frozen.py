@@ -18,7 +18,7 @@ from hpc_ddp.training.checkpoint.manager import CheckpointManager
 from hpc_ddp.training.checkpoint.storage import frozen
 from hpc_ddp.training.checkpoint.storage.frozen import hash_of
 from hpc_ddp.training.checkpoint.storage.retention import Retention
-from hpc_ddp.training.data.order import Position
+from hpc_ddp.training.data.batch_plan import Position
 from unit.training.checkpoint.fakes import Make, break_publishing, events_named, make_manager
 
 FILE = "frozen-0.bin"

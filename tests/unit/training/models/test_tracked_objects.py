@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LinearLR, ReduceLROnPlateau, SequentialLR, 
 from torch.optim.swa_utils import AveragedModel
 
 from hpc_ddp.core.errors import UsageError
-from hpc_ddp.training.models.tracked import (
+from hpc_ddp.training.models.tracked_objects import (
     GradientWatch,
     LivingModels,
     add_hook_tables,
@@ -22,7 +22,7 @@ from hpc_ddp.training.models.tracked import (
     warn_of_stateless,
     warn_of_untracked,
 )
-from hpc_ddp.training.models.trained import TrainedParameters
+from hpc_ddp.training.models.trained_parameters import TrainedParameters
 
 
 class Nested(torch.optim.SGD):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from hpc_ddp.training.models.trained import TrainedParameters
+from hpc_ddp.training.models.trained_parameters import TrainedParameters
 
 
 def test_a_parameter_is_trained_that_had_a_gradient_or_has_a_state() -> None:

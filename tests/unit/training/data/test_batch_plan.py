@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpc_ddp.core.errors import UsageError
-from hpc_ddp.training.data.order import (
+from hpc_ddp.training.data.batch_plan import (
     LISTED,
     BatchPlan,
     FormulaOrder,

@@ -13,9 +13,9 @@ import pytest
 from hpc_ddp.core import checkpoints
 from hpc_ddp.core.errors import HpcDdpError, UsageError
 from hpc_ddp.core.run_folder import RunFolder
-from hpc_ddp.training.checkpoint.library import LibraryCheckpoints
+from hpc_ddp.training.checkpoint.library_checkpoints import LibraryCheckpoints
 from hpc_ddp.training.checkpoint.storage.retention import Retention
-from hpc_ddp.training.process.control import LoneControl
+from hpc_ddp.training.process.rank_messages import LoneControl
 from unit.fakes import STRANGER
 from unit.training.checkpoint.fakes import checkpoint_names, events_named
 

@@ -21,7 +21,7 @@ from hpc_ddp.training.checkpoint.optimizer_state import params_of
 from hpc_ddp.training.checkpoint.state import labels_of, untracked_parameters, unwrap
 from hpc_ddp.training.models.dtensor import split_mixed_groups
 from hpc_ddp.training.models.mesh import ParallelDims
-from hpc_ddp.training.models.trained import parameters_of
+from hpc_ddp.training.models.trained_parameters import parameters_of
 
 LEVELS = 10  # the depth of attributes, lists and dicts to which a tracked object is searched
 MOST_PARTS = 10_000  # the most objects of a level: a replay buffer may be a list
