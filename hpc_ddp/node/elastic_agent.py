@@ -43,7 +43,7 @@ from hpc_ddp.node.preflight.agent_part import await_outcome
 from hpc_ddp.node.workers import fork_server
 from hpc_ddp.node.workers.fork_server import ForkServer
 from hpc_ddp.node.workers.forked_script import ForkedScript
-from hpc_ddp.node.workers.preload import keep_cpus, pause_collector, record_missing_modules
+from hpc_ddp.node.workers.preload import keep_cpus, pause_collector, record_lookups
 from hpc_ddp.node.workers.worker import die_with_parent, worker_command
 
 LOOK_TIMEOUT = timedelta(seconds=10)  # of `note_missing_group`, for the store's answer
@@ -261,7 +261,7 @@ def start_server(argv: list[str]) -> ForkServer | ForkedScript | None:
     """Import torch, and start the fork server for the script of torchrun's command line `argv`.
     Return what `fork_server.start_server` returns: in a forked worker a ForkedScript, in the agent
     the server or None. None for a job with ``--no-warm-start``."""
-    with pause_collector(), keep_cpus(), record_missing_modules():
+    with pause_collector(), keep_cpus(), record_lookups():
         import torch  # noqa: F401  # the server, and so all workers, have it then
 
         if not AttemptEnv.from_env(os.environ).warm_start:

@@ -120,7 +120,8 @@ def test_a_script_that_changes_a_variable_unseen_starts_again_by_exec(tmp_path: 
     (log,) = job.run.logs.glob("attempt-0/*/rank-0.log")
     assert log.read_text().splitlines() == [
         "False None",
-        "hpc-ddp: HF_HOME has changed before the import of torch: the script starts again, by exec",
+        "hpc-ddp: OMP_NUM_THREADS has changed before the import of torch: the script starts again,"
+        " by exec",
         "False None",
         "2 ['--a'] 1",
     ]

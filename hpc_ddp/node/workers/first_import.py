@@ -18,25 +18,32 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
-from hpc_ddp.node.workers.script_changes import READ_LATE
+from hpc_ddp.node.workers.script_changes import READ_AT_IMPORT, READ_LATE
 from hpc_ddp.node.workers.worker import NOTICE_SIGNALS, heed_notice
 
 HIDDEN = re.compile(r"(torch|hpc_ddp\.training)(\.|$)")
-# Variables that packages set at their import (joblib, scikit-learn, OpenCV, MLflow, Lightning,
-# netCDF4), and on which torch's does not depend.
+# Variables among `READ_AT_IMPORT` that packages set at their import (joblib, scikit-learn, OpenCV,
+# Lightning), and hpc-ddp, and on which torch's import does not depend.
 SET_BY_PACKAGES = re.compile(
-    r"KMP_(DUPLICATE_LIB_OK|INIT_AT_FORK)|LD_LIBRARY_PATH|_(MLFLOW|RJEM)_\w+|HDF5_PLUGIN_PATH"
-    r"|PYTORCH_NVML_BASED_CUDA_CHECK|HPC_DDP_\w+"
+    r"KMP_(DUPLICATE_LIB_OK|INIT_AT_FORK)|LD_LIBRARY_PATH|PYTORCH_NVML_BASED_CUDA_CHECK|HPC_DDP_\w+"
 )
 MISSING: set[str] = set()  # names of modules that imports have looked for in vain
+READ: set[str] = set()  # names of variables that imports have looked up
+
+
+def is_read(name: str) -> bool:
+    """Return whether the import of torch may depend on a variable of the environment."""
+    if READ_LATE.fullmatch(name) or SET_BY_PACKAGES.fullmatch(name):
+        return False
+    return name in READ or bool(READ_AT_IMPORT.fullmatch(name))
 
 
 class FirstImport(importlib.abc.Loader):
     """A finder and loader of torch and of what uses it, which are hidden from ``sys.modules`` up to
-    the first import of one of them. It then puts all of them back; where the environment, the
-    working directory, the CPUs or ``sys.path`` are not those of the script's start, or where one of
-    the `MISSING` modules is there now, the process becomes `command` anew, by exec, as it was at
-    its start."""
+    the first import of one of them. It then puts all of them back; where a variable that the import
+    reads, the working directory, the CPUs or ``sys.path`` are not those of the script's start, or
+    where one of the `MISSING` modules is there now, the process becomes `command` anew, by exec, as
+    it was at its start."""
 
     def __init__(self, command: Sequence[str]) -> None:
         """Hide torch, in the process that is about to run the script of `command` (python, its
@@ -46,7 +53,7 @@ class FirstImport(importlib.abc.Loader):
         # `from hpc_ddp import training` would take the attribute, and import nothing.
         vars(sys.modules["hpc_ddp"]).pop("training", None)
         self.specs = {name: module.__spec__ for name, module in self.hidden.items()}
-        self.folder, self.environ = os.getcwd(), dict(os.environ)
+        self.folder, self.environ = _working_folder(), dict(os.environ)
         self.path, self.cpus = list(sys.path), os.sched_getaffinity(0)
         self.asked = ""  # the first hidden module that is imported
         self.finder: Any = self
@@ -88,10 +95,9 @@ class FirstImport(importlib.abc.Loader):
     def _find_change(self) -> str:
         """Return, in words, what has changed since the start of the script; '' if nothing has."""
         for name in sorted({*self.environ, *os.environ}):
-            is_harmless = READ_LATE.fullmatch(name) or SET_BY_PACKAGES.fullmatch(name)
-            if self.environ.get(name) != os.environ.get(name) and not is_harmless:
+            if self.environ.get(name) != os.environ.get(name) and is_read(name):
                 return name
-        if os.getcwd() != self.folder:
+        if _working_folder() != self.folder:
             return "the working directory"
         if sys.path != self.path:
             return "sys.path"
@@ -114,6 +120,15 @@ class FirstImport(importlib.abc.Loader):
             os.dup2(log, 2)
         text = f"{change} has changed before the import of torch: the script starts again, by exec"
         os.write(2, f"hpc-ddp: {text}\n".encode())
-        os.chdir(self.folder)
-        os.sched_setaffinity(0, self.cpus)
+        with suppress(OSError):  # they may be gone
+            os.chdir(self.folder)
+        with suppress(OSError):
+            os.sched_setaffinity(0, self.cpus)
         os.execve(sys.executable, [sys.executable, *self.command[1:]], self.environ)
+
+
+def _working_folder() -> str:
+    """Return the path of the working directory, '' where it has been removed."""
+    with suppress(FileNotFoundError):
+        return os.getcwd()
+    return ""

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING
 from hpc_ddp.core import process
 from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.job.variables import OF_A_RANK
-from hpc_ddp.node.workers.first_import import MISSING, FirstImport
+from hpc_ddp.node.workers.first_import import MISSING, FirstImport, is_read
 from hpc_ddp.node.workers.forked_script import ForkedScript, is_main_kept, wipe_main_first
 from hpc_ddp.node.workers.module_files import find_hiding_file, own_folders
 from hpc_ddp.node.workers.preload import forget_rank, import_all, name_of_plugin
@@ -242,7 +242,8 @@ class _Server:
             return f"its command begins with {command[0]}"
         names = {*environ, *self.environ}
         for name in sorted(names):
-            if environ.get(name) != self.environ.get(name) and not OF_A_WORKER.match(name):
+            has_changed = environ.get(name) != self.environ.get(name)
+            if has_changed and is_read(name) and not OF_A_WORKER.match(name):
                 return f"{name} has changed since the imports"
         return ""
 

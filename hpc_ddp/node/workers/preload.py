@@ -11,13 +11,13 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, ItemsView, Iterator, Mapping, Sequence
 from functools import partial
 from importlib.metadata import entry_points
 from typing import Any
 
 from hpc_ddp.core.job.variables import OF_A_RANK
-from hpc_ddp.node.workers.first_import import MISSING
+from hpc_ddp.node.workers.first_import import MISSING, READ
 from hpc_ddp.node.workers.script_imports import UnfitError
 from hpc_ddp.node.workers.worker import is_of_mpi_task
 
@@ -170,23 +170,39 @@ def name_of_plugin(environ: Mapping[str, str]) -> str:
 
 
 @contextlib.contextmanager
-def record_missing_modules() -> Iterator[None]:
+def record_lookups() -> Iterator[None]:
     """Inside the block, also in processes that it forks, record in `MISSING` the names of modules
-    that imports look for in vain."""
-    finder: Any = _Recorder()
+    that imports look for in vain, and in `READ` those of variables that are looked up."""
+    finder: Any = _Finder()
     sys.meta_path.append(finder)  # the last finder is asked for what the others do not find
+    environ: Any = os.environ
+    kind, environ.__class__ = environ.__class__, _Environ
     try:
         yield
     finally:
+        environ.__class__ = kind
         sys.meta_path.remove(finder)
 
 
-class _Recorder:
+class _Finder:
     """The last finder of modules, which finds none."""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> None:
         """Record a name."""
         MISSING.add(name)
+
+
+class _Environ(os._Environ[str]):
+    """The environment, whose look-ups of one variable are recorded."""
+
+    def __getitem__(self, name: str) -> str:
+        """Record a name; return the variable's text, or raise KeyError."""
+        READ.add(name)
+        return super().__getitem__(name)
+
+    def items(self) -> ItemsView[str, str]:
+        """Return all variables, and record none: tqdm, say, looks through all of them."""
+        return {name: os._Environ.__getitem__(self, name) for name in self}.items()
 
 
 def forget_rank() -> None:

@@ -14,7 +14,13 @@ from hpc_ddp.node.workers.public_packages import HARMLESS_PACKAGES
 
 # Variables that are read when a group, a device or a data loader starts, never at an import.
 READ_LATE = re.compile(
-    rf"{OF_A_RANK}|CUDA_VISIBLE_DEVICES|CUBLAS_WORKSPACE_CONFIG|TOKENIZERS_PARALLELISM|(TORCH_)?NCCL_\w+|GLOO_\w+|FI_\w+|UCX_\w+"
+    rf"{OF_A_RANK}|CUDA_VISIBLE_DEVICES|CUBLAS_WORKSPACE_CONFIG|TORCH_HOME|(TORCH_)?NCCL_\w+"
+)
+# Variables that torch's libraries read at its import, as an interposed ``getenv`` has shown, and
+# torch's own; others that its modules read are recorded (`first_import.READ`).
+READ_AT_IMPORT = re.compile(
+    r"(ATEN|BLIS|C10|CU|DNNL|GFORTRAN|GLIBC|GOMP|GOTO|HIP|HSA|I_MPI|KINETO|KMP|LD_|LLVM|MALLOC|MKL"
+    r"|MPI_|NPY|NUMPY|NV|OMP_|ONEDNN|OPENBLAS|OPENSSL|PTXAS|PYTHON|PYTORCH|ROC|TORCH|TRITON)\w*"
 )
 # Calls that an import may depend on, of Python and numpy.
 SETTINGS = (
@@ -43,7 +49,7 @@ VALUES_OF_SYS = re.compile(r"argv|byteorder|executable|maxsize|platform|std\w+|v
 HARMLESS = {"os"}  # the variables that it changes are seen by `_changes_variable`
 # It sets something, or runs a program, such as pip.
 SETTERS_OF_OS = re.compile(
-    r"(sched_)?set\w+|umask|nice|system|popen|(posix_)?spawn\w*|exec\w+|fork\w*"
+    r"(sched_)?set(?!default)\w+|umask|nice|system|popen|(posix_)?spawn\w*|exec\w+|fork\w*"
 )
 # Functions of other modules that change what a later import finds; modules whose own ones do not.
 SETTERS = re.compile(r"(set|init|use|enable|disable|register|install)_?\w*")
@@ -239,10 +245,10 @@ def _root(node: ast.AST) -> str:
 
 
 def _changes_variable(node: ast.AST) -> bool:
-    """Return whether a statement, an expression or a call changes a variable of the environment,
-    but one of `READ_LATE`."""
+    """Return whether a statement, an expression or a call changes a variable of the environment on
+    which an import may depend."""
     if isinstance(node, ast.Subscript) and _is_environ(node.value):
-        return isinstance(node.ctx, (ast.Store, ast.Del)) and not _is_read_late(node.slice)
+        return isinstance(node.ctx, (ast.Store, ast.Del)) and _may_be_read(node.slice)
     if isinstance(node, ast.AugAssign):
         return _is_environ(node.target)
     if isinstance(node, ast.Assign):
@@ -255,18 +261,15 @@ def _changes_variable(node: ast.AST) -> bool:
     if not isinstance(function, ast.Attribute) or not _is_environ(function.value):
         return False
     if name in ("setdefault", "pop", "__setitem__", "__delitem__"):
-        return not (node.args and _is_read_late(node.args[0]))
+        return not node.args or _may_be_read(node.args[0])
     return name not in READS
 
 
 def _is_setting(call: ast.Call, modules: Mapping[str, str]) -> bool:
     """Return whether a call sets something on which an import may depend, such as a type, a folder
     or a log. `modules` is as in `may_change_anything`."""
-    name, root = function_name(call), call.func
-    while isinstance(root, ast.Attribute):
-        root = root.value
-    module = modules.get(getattr(root, "id", ""), "").partition(".")[0]
-    harmless = NO_SETTINGS.get(module)
+    name, module = function_name(call), modules.get(_root(call.func), "")
+    harmless = NO_SETTINGS.get(module.partition(".")[0])
     return name in SETTINGS or bool(harmless and not harmless.fullmatch(name))
 
 
@@ -282,8 +285,11 @@ def _is_environ(node: ast.AST) -> bool:
     return name in ("environ", "environb")
 
 
-def _is_read_late(key: ast.AST) -> bool:
-    """Return whether `key`, a key of ``os.environ``, is a variable of `READ_LATE`."""
+def _may_be_read(key: ast.AST) -> bool:
+    """Return whether `key`, a key of ``os.environ``, is a variable that torch's libraries read at
+    the import, or no plain text."""
     name = key.value if isinstance(key, ast.Constant) else ""
     name = name.decode(errors="replace") if isinstance(name, bytes) else name
-    return isinstance(name, str) and READ_LATE.fullmatch(name) is not None
+    if not name or not isinstance(name, str):
+        return True
+    return bool(READ_AT_IMPORT.fullmatch(name)) and not READ_LATE.fullmatch(name)

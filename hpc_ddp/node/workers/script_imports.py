@@ -42,8 +42,10 @@ MOST_BYTES = 2_000_000  # of all these files: reading more takes as long as the 
 TRAINING = re.compile(rf"{OURS}[.:]training\b")
 # Modules, and parts of modules, that are torch's or import it.
 WITH_TORCH = re.compile(
-    rf"(torch|torchvision|torchaudio|torchmetrics|timm|accelerate|peft)\b"
-    rf"|{OURS}[.:]integrations\b|{TRAINING.pattern}|transformers:(?!Data)\w*(Trainer|Model|For[A-Z])"
+    r"(torch|torchvision|torchaudio|torchmetrics|timm|accelerate|peft|diffusers|evaluate)\b"
+    r"|(lightning|pytorch_lightning|lightning_fabric)\b"
+    rf"|{OURS}[.:]integrations\b|{TRAINING.pattern}"
+    r"|transformers:(?!Data)\w*(Trainer|Model|For[A-Z])"
 )
 # Words of a script, or of its arguments, that uses torch's compiler or a package that comes with
 # it: at its import the compiler notes torch's functions, variables, the working directory and the
@@ -54,7 +56,9 @@ COMPILER = "torch._dynamo"
 USES_COMPILER = re.compile(
     r"(?<!\bre\.)(?<!\bregex\.)compile|dynamo|inductor|triton|sympy|mpmath|functorch|make_fx"
     r"|\bexport|onnx|flex_attention|while_loop|torch\.cond\b|nested|expanded_weights"
-    r"|(?i:fsdp|fully_?shard|dtensor)|dist(ributed)?\.(tensor|nn|_\w+)|_checkpoint\b|checkpoint_wrapper"
+    r"|(?i:fsdp|fully_?shard|dtensor)|_checkpoint\b|checkpoint_wrapper|symbolic_shapes"
+    r"|fx\.experimental|graph_transform_observer"
+    r"|dist(ributed)?(\.| import (\([^)]*|[^\n(]*)\b)(tensor|nn|_\w+)"
     r"|\bhub\.(load\b|list|help)|\bimportlib(?!\.(metadata|resources))"
     r"|\b(imp|pydoc|pkgutil|runpy|entry_points|__import__)\b|\bexec\(|\bsys\.path\b"
 )

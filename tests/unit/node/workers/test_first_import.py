@@ -31,6 +31,7 @@ def torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[ModuleTyp
     monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(first_import, "MISSING", {"not_there_yet", "torch.not_there"})
+    monkeypatch.setattr(first_import, "READ", {"CI_OF_COMPILER"})
     monkeypatch.chdir(tmp_path)
     cpus = os.sched_getaffinity(0)
     handlers = {number: signal.getsignal(number) for number in worker.NOTICE_SIGNALS}
@@ -95,7 +96,7 @@ def test_functions_of_the_exit_get_torch_in_any_case(
 
 
 def _set_variable(folder: Path) -> None:
-    os.environ["HF_HOME"] = "a"
+    os.environ["CI_OF_COMPILER"] = "a"
 
 
 def _change_folder(folder: Path) -> None:
@@ -119,7 +120,7 @@ def _install_module(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "name"),
     [
-        (_set_variable, "HF_HOME"),
+        (_set_variable, "CI_OF_COMPILER"),
         (_change_folder, "the working directory"),
         (_append_path, "sys.path"),
         (_bind_to_cpu, "the number of CPUs"),
@@ -134,7 +135,7 @@ def test_a_change_starts_the_script_again_as_at_its_start(
     change: Callable[[Path], None],
     name: str,
 ) -> None:
-    monkeypatch.delenv("HF_HOME", raising=False)
+    monkeypatch.delenv("CI_OF_COMPILER", raising=False)
     monkeypatch.syspath_prepend(tmp_path)
     cpus = os.sched_getaffinity(0)
     if change is _bind_to_cpu and len(cpus) == 1:
@@ -144,10 +145,29 @@ def test_a_change_starts_the_script_again_as_at_its_start(
     importlib.import_module("torch")
     ((words, environ),) = starts
     assert words[1:] == COMMAND[1:]
-    assert "HF_HOME" not in environ
+    assert "CI_OF_COMPILER" not in environ
     assert (Path.cwd(), os.sched_getaffinity(0)) == (tmp_path, cpus)
     assert f"hpc-ddp: {name} has changed before the import of torch" in capfd.readouterr().err
-    os.environ.pop("HF_HOME", None)
+    os.environ.pop("CI_OF_COMPILER", None)
+
+
+def test_a_working_folder_that_is_gone_is_left_to_the_script(
+    tmp_path: Path, starts: list[tuple[list[str], dict[str, str]]], torch: ModuleType
+) -> None:
+    """As after the first life of a worker that has removed it."""
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    os.chdir(gone)
+    gone.rmdir()
+    FirstImport(COMMAND)
+    assert importlib.import_module("torch") is torch
+    assert not starts
+    os.chdir(tmp_path)
+    FirstImport(COMMAND)
+    os.environ["CI_OF_COMPILER"] = "b"
+    importlib.import_module("torch")
+    assert len(starts) == 1
+    os.environ.pop("CI_OF_COMPILER")
 
 
 def test_a_notice_of_the_first_life_counts(
@@ -166,11 +186,12 @@ def test_a_notice_of_the_first_life_counts(
     assert ends == [signal.SIGTERM]
 
 
-def test_variables_that_are_read_late_may_change(
+def test_variables_that_imports_do_not_read_may_change(
     monkeypatch: pytest.MonkeyPatch, starts: list[tuple[list[str], dict[str, str]]]
 ) -> None:
     FirstImport(COMMAND)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    for name in ("CUDA_VISIBLE_DEVICES", "QT_QPA_FONTDIR", "MPLCONFIGDIR", "HF_HOME"):
+        monkeypatch.setenv(name, "1")
     importlib.import_module("torch")
     assert not starts
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from hpc_ddp.node import elastic_agent
-from hpc_ddp.node.workers import device_check, fork_server, preload
+from hpc_ddp.node.workers import device_check, first_import, fork_server, preload
 from hpc_ddp.node.workers.device_check import Trial
 from hpc_ddp.node.workers.fork_server import ForkedProcess, ForkServer, _Server
 from hpc_ddp.node.workers.worker import worker_command
@@ -51,8 +51,12 @@ def test_what_the_agent_sets_for_its_workers_is_no_reason() -> None:
     ("environ", "name"),
     [({"A": "1", "OMP_NUM_THREADS": "1"}, "OMP_NUM_THREADS"), ({"A": "2"}, "A"), ({}, "A")],
 )
-def test_a_variable_that_has_changed_is_a_reason(environ: dict[str, str], name: str) -> None:
-    assert _server(A="1")._refusal(COMMAND, environ) == f"{name} has changed since the imports"
+def test_a_variable_that_imports_read_and_that_has_changed_is_a_reason(
+    monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], name: str
+) -> None:
+    monkeypatch.setattr(first_import, "READ", {"A"})
+    server = _server(A="1", B="1")
+    assert server._refusal(COMMAND, environ) == f"{name} has changed since the imports"
 
 
 def test_a_command_that_torchrun_wraps_is_a_reason() -> None:

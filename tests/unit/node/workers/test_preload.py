@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from hpc_ddp.node.workers import preload
-from hpc_ddp.node.workers.first_import import MISSING
+from hpc_ddp.node.workers.first_import import MISSING, READ
 from hpc_ddp.node.workers.preload import forget_rank, keep_cpus, pause_collector
 
 REPO = Path(__file__).parents[4]
@@ -138,9 +138,22 @@ def test_a_package_that_binds_its_thread_binds_no_worker() -> None:
 
 def test_modules_that_imports_look_for_in_vain_are_recorded() -> None:
     """By exec, torch would import the script's own cuda.py amid its own import."""
-    with preload.record_missing_modules(), suppress(ImportError):
+    with preload.record_lookups(), suppress(ImportError):
         importlib.import_module("no_such_module")
     with suppress(ImportError):
         importlib.import_module("no_such_other")
     assert "no_such_module" in MISSING
     assert "no_such_other" not in MISSING
+
+
+def test_variables_that_imports_look_up_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """OpenCV's wheel sets variables of Qt: scripts with it started a second time for nothing."""
+    monkeypatch.setenv("OF_ALL", "1")
+    environ = os.environ
+    kind = type(environ)
+    with preload.record_lookups():
+        names = [name for name, _ in environ.items()]  # as tqdm does
+        assert (environ.get("NO_SUCH"), "OF_ALL" in names) == (None, True)
+    assert environ["OF_ALL"] == "1"
+    assert type(environ) is kind
+    assert {"NO_SUCH"} == READ & {"NO_SUCH", "OF_ALL"}

@@ -55,7 +55,7 @@ def test_training_is_imported_ahead_only_where_nothing_may_patch_torch_before(
 ) -> None:
     training = "from hpc_ddp.training import start\n"
     assert TRAINING in _read(tmp_path, f"import torch\n{training}")
-    for line in ("import pytest", "os.environ['HF_HOME'] = '1'", "torch.set_default_dtype(a)"):
+    for line in ("import pytest", "os.environ['OMP_PLACES'] = '1'", "torch.set_default_dtype(a)"):
         assert TRAINING not in _read(tmp_path, f"import os, torch\n{line}\n{training}")
     assert TRAINING not in _read(tmp_path, f"import torch\nif torch:\n    {training}")
 
@@ -109,7 +109,7 @@ def test_our_package_comes_from_the_library_unless_it_is_beside_the_script(tmp_p
     code, jobs = tmp_path, tmp_path / "jobs"
     jobs.mkdir()
     (code / "hpc_ddp").mkdir()
-    (code / "hpc_ddp" / "__init__.py").write_text("import os\nos.environ['HF_HOME'] = '1'\n")
+    (code / "hpc_ddp" / "__init__.py").write_text("import os\nos.environ['OMP_PLACES'] = '1'\n")
     script = jobs / "train.py"
     script.write_text("from hpc_ddp.training import start\n")
     assert TRAINING in modules_ahead(script, [jobs, code])
@@ -124,31 +124,30 @@ def test_our_package_comes_from_the_library_unless_it_is_beside_the_script(tmp_p
 @pytest.mark.parametrize(
     "line",
     [
-        "os.environ['HF_HOME'] = '1'",
         "environ['OMP_NUM_THREADS'] = '1'",
-        "os.environ.setdefault('MPLBACKEND', 'Agg')",
+        "os.environ.setdefault('OPENBLAS_NUM_THREADS', '1')",
         "os.environ.update(TORCH_LOGS='a')",
         "os.environ[name] = '1'",
         "del os.environ['PYTORCH_ALLOC_CONF']",
-        "os.environ.pop('HF_HOME', None)",
+        "os.environ.pop('KMP_AFFINITY', None)",
         "os.environ |= {'A': '1'}",
         "os.putenv('A', '1')",
         "load_dotenv()",
         "sys.path.insert(0, '..')",
         "sys.path[:0] = ['..']",
         "sys.path = ['..', *sys.path]",
-        "os.environ['A'], b = '1', 2",
-        "os.environ['A']: str = '1'",
-        "os.environb[b'A'] = b'1'",
-        "os.environ.__setitem__('A', '1')",
+        "os.environ['OMP_PLACES'], b = '1', 2",
+        "os.environ['OMP_PLACES']: str = '1'",
+        "os.environb[b'MKL_DYNAMIC'] = b'1'",
+        "os.environ.__setitem__('TORCH_LOGS', '1')",
         "os.environ.__ior__({})",
         "sys.modules['numpy'] = None",
         "import sys as s; s.path.insert(0, 'a')",
         "from sys import path; path.insert(0, 'a')",
         "from sys import modules; modules['a'] = 0",
         "p = sys.path; p.insert(0, 'a')",
-        "from os import environ as e; e['A'] = '2'",
-        "if name: os.environ['A'] = '1'",
+        "from os import environ as e; e['OMP_PLACES'] = '2'",
+        "if name: os.environ['OMP_PLACES'] = '1'",
         "os.chdir('/')",
         "simplefilter()",
     ],
@@ -282,6 +281,9 @@ def test_a_function_of_logging_or_warnings_is_a_setting_unless_it_only_writes(
         *("os.environ['MASTER_PORT'] = '1'", "path['a'] = 1", "update('a')"),
         *(
             "os.environ['CUDA_VISIBLE_DEVICES'] = '1'",
+            "os.environ['HF_HOME'] = '1'",
+            "os.environ.setdefault('MPLBACKEND', 'Agg')",
+            "os.environ['TORCH_HOME'] = '1'",
             "for name in os.environ: pass",
             "env = os.environ.copy()",
         ),
@@ -300,7 +302,7 @@ def test_modules_on_the_search_path_are_read(
     script.mkdir()
     (other / "single.py").write_text("import numpy\n")
     (other / "pack" / "__init__.py").write_text("from . import part\n")
-    (other / "pack" / "part.py").write_text("import os\nos.environ['HF_HOME'] = '1'\n")
+    (other / "pack" / "part.py").write_text("import os\nos.environ['OMP_PLACES'] = '1'\n")
     monkeypatch.syspath_prepend(str(other))
     assert _read(script, "import single, torch\n")
     with pytest.raises(UnfitError, match=r"part\.py, line 2, comes before"):
@@ -333,7 +335,7 @@ def test_modules_that_are_imported_later_are_read(tmp_path: Path) -> None:
             "from importlib.metadata import version",
             "torch.nn.functional.dropout = own",
             "setattr(torch.nn, 'Linear', Own)",
-            "os.environ['HF_HOME'] = 'a'",
+            "os.environ['OMP_PLACES'] = 'a'",
             "os.chdir('a')",
             "from unittest import mock",
             "DataLoader(0, worker_init_fn=torch.manual_seed)",
@@ -343,6 +345,8 @@ def test_modules_that_are_imported_later_are_read(tmp_path: Path) -> None:
         *((line, False) for line in (
             "net = torch.compile(net)",
             "torch.export.export(net)",
+            "from torch.distributed import (\n        init_process_group, tensor as dt)",
+            "from torch.distributed import _functional_collectives as funcol",
             "parser.add_argument('--torch_compile')",
             "torch._dynamo.config.cache_size_limit = 64",
             "print(torch._inductor.config.max_autotune)",
