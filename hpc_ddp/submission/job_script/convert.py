@@ -45,6 +45,7 @@ from hpc_ddp.submission.job_script.statements.statement import (
 from hpc_ddp.submission.job_script.statements.training_choice import (
     choose_launch,
     has_launch,
+    join_parts,
     keep_one_command,
 )
 from hpc_ddp.submission.job_script.wrapper import unwrap
@@ -245,23 +246,6 @@ def _remove_unused_names(result: Conversion) -> None:
         result.lists["expand"] = used
 
 
-def _join_child_shells(reader: Reader, at: int) -> int:
-    """Replace the statements of each child shell in which no launch is left (`choose_launch`) by
-    the one statement that the shell is: ``(cd a && python prepare.py)``. `at` is the index of the
-    training's statement; return the new one."""
-    training, statements = reader.statements[at], list[Statement]()
-    shells_with_launch = {n for s in reader.statements if s.launch for n in s.shells}
-    for statement in reader.statements:
-        shells = [n for n in statement.shells if n not in shells_with_launch]
-        shell_or_line = reader.child_shells[shells[0]] if shells else statement  # the outermost
-        if shells and shell_or_line.text in statement.around:  # in a list or condition
-            shell_or_line.text = statement.around
-        if not statements or statements[-1] is not shell_or_line:
-            statements.append(shell_or_line)
-    reader.statements = statements
-    return next(i for i, statement in enumerate(statements) if statement is training)
-
-
 def _mark_exported(statements: Sequence[Statement], shell_names: Set[str]) -> None:
     """Set `exported` of each assignment to a variable that an earlier one exports, or that a job
     has from its login or from the shell that submits (`shell_names`): bash exports the new value,
@@ -370,9 +354,8 @@ def convert(
         )
     for sentence in sentences_on(job.doubts):
         result.note(job.line, sentence)
-    reader.restore_definitions()
     launch, at = choose_launch(reader, result)
-    at = _join_child_shells(reader, at) if launch else at
+    at = reader.restore_definitions(join_parts(reader, at))
     join_exit_codes(reader.statements, at)
     at = separate_deletions(reader.statements, at)
     _mark_exported(reader.statements, environ.keys())

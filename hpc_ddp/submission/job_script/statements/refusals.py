@@ -132,7 +132,7 @@ class Refusals:
             separate_requeue(statement, self.functions)
             line, names = f"line {statement.lines[0]}", {*statement.sets, statement.name} - {""}
             if statement.launch and not statement.lost:
-                is_beside |= statement.launch is self.launch and statement.text.endswith(" &")
+                is_beside |= statement.launch is self.launch and statement.in_background
                 continue
             is_beside &= not re.match(r"wait\b", statement.text)
             if leaves_exit_code(self._statements, self._at, index, status, keeps_code):

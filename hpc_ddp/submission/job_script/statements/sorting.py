@@ -217,7 +217,11 @@ class Sorter:
             self.result.note(statement.lines[0], reason)
         test, reason = statement.limit
         if test:
-            text = f"{test} || {{ {text}\n}}" if "<<" in text else f"{test} || {{ {text}; }}"
+            text = (
+                f"{test} || {{ {text}\n}}"
+                if re.search("<<|&$", text)
+                else f"{test} || {{ {text}; }}"
+            )
             self.result.notes += [(statement.lines[0], reason)] * bool(reason)
         return text
 

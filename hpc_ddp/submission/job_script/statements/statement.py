@@ -82,8 +82,9 @@ class Statement:
     launch: Launch | None = None
     in_task: bool = False
     output: str = ""
-    around: str = ""  # the text of the list or condition around a launch
-    own_text: str = ""  # of a launch in the text of a bash -c, whose command `text` then has
+    # Commands of the script that were read in parts, of which it is one; the outermost is first.
+    wholes: tuple[Statement, ...] = ()
+    is_step: bool = False  # a launch that is not the training: it stays bash, as a whole
     lost: str = ""
     decided: str = ""
     defines: str = ""
@@ -98,6 +99,11 @@ class Statement:
     outer: Launch | None = None  # around the bash -c in whose text it stands
     call: Statement | None = None  # as in its `Place`
     shells: tuple[int, ...] = ()  # the child shells that run it, each by a number of its own
+
+    @property
+    def in_background(self) -> bool:
+        """Whether an ``&`` stands behind a command that the statement is a part of."""
+        return any(whole.text.endswith(" &") for whole in self.wholes)
 
     @property
     def first(self) -> str:
