@@ -118,18 +118,15 @@ class Reading(ABC):
     @contextmanager
     def _part(self, node: Node) -> Iterator[None]:
         """Have the statements within the context read as parts of a whole if `node` is a command or
-        a list of them, unless it is the call of a function whose body is read in its place; but
-        that, or any other node, is a whole if an ``&`` stands behind it. A child shell runs a list
-        with an ``&``."""
-        is_call = node.type == "command" and source(node).split()[0] in self._functions
-        is_whole = node.type in _WHOLES and not is_call
-        is_behind = _is_in_background(node)
+        a list of them, or if an ``&`` stands behind it. A child shell runs ``( … )`` and a list
+        with an ``&``; it matters where a launch is in it."""
+        is_behind, is_list = _is_in_background(node), node.type == "list"
+        is_shell = node.type == "subshell" or (is_behind and is_list)
         with ExitStack() as contexts:
-            if is_whole or is_behind:
+            if is_behind or node.type in _WHOLES:
                 contexts.enter_context(self._whole(node))
-            if is_behind and node.type == "list":
-                scope = self.scope
-                shell = self._child_shell(scope.arguments, scope.arguments_are_set)
+            if is_shell and self._has_launch(node):
+                shell = self._child_shell(self.scope.arguments, self.scope.arguments_are_set)
                 contexts.enter_context(shell)
             yield
 

@@ -196,7 +196,7 @@ def test_an_exit_code_that_no_line_needs_is_left_out(tmp_path: Path, lines: str)
         (("if ! python prepare.py; then exit 1; fi", RUN), "train.py",
          ["if ! python prepare.py; then exit 1; fi"]),
         (('prep() { python prepare.py --d "$1"; }', "prep a", "prep 'b c'", RUN), "train.py",
-         ["python prepare.py --d a", "python prepare.py --d 'b c'"]),
+         ['prep() { python prepare.py --d "$1"; }', "prep a", "prep 'b c'"]),
     ],
 )  # fmt: skip
 def test_a_preparation_is_told_by_its_name(

@@ -1188,6 +1188,12 @@ def test_a_step_of_a_function_in_the_background_stays_its_call() -> None:
     assert of_text(function, "f &", launch).lists["setup"] == [(function, 3), ("f &", 4)]
 
 
+def test_a_function_that_prepares_the_training_stays_its_call() -> None:
+    """Its ``return`` ends the function, and not the job."""
+    function = "prep() { [ -e d ] && return 0; python prepare.py; }"
+    assert of_text(function, "prep", TRAIN).lists["setup"] == [(function, 3), ("prep", 4)]
+
+
 def test_a_list_in_the_background_moves_no_other_line() -> None:
     settings = of_text("cd x && srun bash -c 'timeout 5 a' &", "srun torchrun a.py").settings()
     assert settings["script"] == "a.py"
