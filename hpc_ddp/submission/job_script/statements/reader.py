@@ -47,25 +47,18 @@ class Reader(BranchReading):
         without such a method is one statement, which is lost if a launch is in it."""
         kind = node.type
         is_block = kind in ("compound_statement", "subshell") and self._has_launch(node)
-        if is_block and kind == "subshell":
-            arguments, are_set = self.scope.arguments, self.scope.arguments_are_set
-            with self._part(node), self._child_shell(arguments, are_set):
+        with self._part(node):
+            if is_block or kind in ("program", "do_group"):
                 self._read_children(node)
-        elif kind in ("program", "do_group"):
-            self._read_children(node)
-        elif is_block:
-            with self._part(node):
-                self._read_children(node)
-        elif is_comment(node):
-            self._resolve(node, "a comment", OURS)
-        elif handler := getattr(self, f"_{kind}", None):
-            with self._part(node):
+            elif is_comment(node):
+                self._resolve(node, "a comment", OURS)
+            elif handler := getattr(self, f"_{kind}", None):
                 handler(node)
-        elif kind == "ERROR":
-            self._add(node, lost="bash can't read it: is a quote missing?")
-        elif node.is_named and kind != "comment":
-            reason = "only the job knows which launch it chooses: a job for each"
-            self._add(node, lost=reason if self._has_launch(node) else "")
+            elif kind == "ERROR":
+                self._add(node, lost="bash can't read it: is a quote missing?")
+            elif node.is_named and kind != "comment":
+                reason = "only the job knows which launch it chooses: a job for each"
+                self._add(node, lost=reason if self._has_launch(node) else "")
 
     def _read_children(self, node: Node) -> None:
         """Append the statements of a node's children, one by one. Behind the end of a program

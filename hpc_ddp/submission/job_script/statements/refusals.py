@@ -266,7 +266,9 @@ class Refusals:
             return reason
         reason = self.find_reason(REFUSED, statement, is_after)
         is_before = not (statement.in_task or is_after)
-        deletes = ONLY_DELETES.fullmatch(self._fill_in_values(text)) or _only_tidies(text)
+        deletes = ONLY_DELETES.fullmatch(
+            self._fill_in_values(text, is_static=False)
+        ) or _only_tidies(text)
         if reason == PLACEHOLDER and statement.name and is_secret(statement.name):
             reason = ""  # it is left to the submitting shell
         if reason == DELETES and is_before and _deletes_below_missing(text):
