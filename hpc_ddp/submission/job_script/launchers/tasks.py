@@ -90,7 +90,8 @@ TRAINS = re.compile(
 )  # fmt: skip
 PREPARES = re.compile(
     r"(?:^|[_. -])(?:prep|download|data|convert|tokeni|extract|split|cache|build|setup|install"
-    r"|check|clean|copy|stage|unzip|fetch)|^(?:config|create|generat|make|activate|load|init|env)", re.I
+    r"|check|clean|copy|stage|unzip|fetch)|^(?:config|create|generat|make|activate|load|init|env)",
+    re.I,
 )  # fmt: skip
 TESTS = re.compile(r"eval|test|infer|predict|bench|plot", re.I)  # in names of programs
 # In the name of a program or its first argument: what finishes a run's results.
