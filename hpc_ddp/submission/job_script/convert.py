@@ -16,7 +16,13 @@ from hpc_ddp.submission.job_script.bash.quotes import split_quoted
 from hpc_ddp.submission.job_script.bash.values import Counted, Value
 from hpc_ddp.submission.job_script.bash.variables import Scope
 from hpc_ddp.submission.job_script.bash.words import literal
-from hpc_ddp.submission.job_script.conversion import ENDED, FINALLY, PRINTS, Conversion
+from hpc_ddp.submission.job_script.conversion import (
+    ENDED,
+    FINALLY,
+    PRINTED_TEXT,
+    PRINTS,
+    Conversion,
+)
 from hpc_ddp.submission.job_script.directives import (
     names_not_set,
     read_sizes,
@@ -181,10 +187,12 @@ def _note_values(result: Conversion, numbers: Mapping[str, int]) -> None:
 
 
 def _note_placeholders(result: Conversion) -> None:
-    """Add a note to `result` on each line of which a setting has what looks like a placeholder."""
+    """Add a note to `result` on each line of which a setting has what looks like a placeholder, and
+    not only in a text that is printed."""
     entries = [*result.values.values(), *result.env.values()]
     entries += [entry for entries_of_key in result.lists.values() for entry in entries_of_key]
-    places = [(n, match[0]) for text, n in entries if (match := _PLACEHOLDER.search(str(text)))]
+    codes = [(PRINTED_TEXT.sub(" ", str(text)), n) for text, n in entries]
+    places = [(n, match[0]) for code, n in codes if (match := _PLACEHOLDER.search(code))]
     for line, text in sorted({*places}):
         result.note(line, f"{text} looks like a placeholder: write your own")
 

@@ -158,7 +158,9 @@ def _take_workers(name: str, launch: Launch, scope: Scope) -> None:
             is_of_gpus = True
         if whole_number(count, scope) is None and not is_of_gpus:
             is_empty = count is not None and count.is_static and not count.text
-            text = f"{'it is empty' if is_empty else 'only the job knows it'}: nproc-per-node = N"
+            is_blank = count is not None and count.is_static and count.text[:1] == "<"
+            reason = "it is empty" if is_empty else "only the job knows it"
+            text = f"{'a placeholder' if is_blank else reason}: nproc-per-node = N"
             launch.mark(at, LOST, f"{name} --{option}: {text}")
 
 

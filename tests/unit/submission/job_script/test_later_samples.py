@@ -625,6 +625,7 @@ def test_words_of_the_nineteenth_sample(lines: tuple[str, ...], settings: dict[s
         ((f"srun python -m torch.distributed.launch {TORCHRUN[9:]} a.py",), "--local_rank: from"),
         (("N=`echo $SLURM_GPUS_ON_NODE|tr -d x`", f"srun {TORCHRUN[:-1]}$N a.py"),
          "torchrun --nproc-per-node: taken to be the number of a node's GPUs"),
+        (("srun idr_accelerate a.py",), "idr_accelerate starts a launcher of its own"),
     ],
 )  # fmt: skip
 def test_what_is_taken_so_is_noted(lines: tuple[str, ...], note: str) -> None:
@@ -642,3 +643,14 @@ def test_a_variable_of_the_job_with_a_default_is_the_jobs() -> None:
     conversion = of_text(NODES, line, f"{TRAIN} $SLURM_JOB_ID")
     assert conversion.group(3)[0] == OURS
     assert "not taken over" not in str(conversion.notes)
+
+
+@pytest.mark.parametrize("line", ["D=${D:?set D, as /path/to/data}", 'echo "no /path/to/data"'])
+def test_a_path_of_a_message_is_no_placeholder(line: str) -> None:
+    notes = of_text(NODES, "source e.sh", line, f"{TRAIN} $D").notes
+    assert "looks like a placeholder" not in str(notes)
+
+
+def test_a_blank_number_of_workers_is_named_so() -> None:
+    conversion = of_text(NODES, f"srun {TORCHRUN[:-1]}<GPUS> a.py")
+    assert "--nproc-per-node: a placeholder" in conversion.group(3)[1] + str(conversion.marks)
