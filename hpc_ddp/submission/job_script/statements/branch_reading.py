@@ -55,7 +55,7 @@ class BranchReading(Reading):
             first = condition.named_children[0] if condition.type == "pipeline" else condition
             command = first.named_children[-1] if first.type == "negated_command" else first
             text = edit_code(node, [(command.start_byte, condition.end_byte, ENDED)])
-            with self._whole(node):
+            with self._enclose(node):
                 self._read_node(condition)
                 if not is_list:
                     launch = self.statements[-1].launch

@@ -117,6 +117,8 @@ class Reader(BranchReading):
             word for child in nodes
             for word in self.scope.words([child], self._at(child)[0] if is_inner else None)
         ]  # fmt: skip
+        if around is None and self._enclosing:  # by this command itself
+            self._enclosing[-1].words = words
         first = words[0].text if words else ""
         if first in self._functions and self._has_launch(self._functions[first][0], "", words[1:]):
             with self._output_to(output):
@@ -305,8 +307,8 @@ class Reader(BranchReading):
                 continue
             is_plain = "|" in code or not re.match(_PRINTS_ONLY, code)
             if statement.launch:  # for one that prepares the training
-                whole = statement.wholes[len(self._wholes)]
-                whole.text = f"{whole.text.removesuffix(' || exit')} || exit"
+                command = statement.enclosing[len(self._enclosing)]
+                command.text = f"{command.text.removesuffix(' || exit')} || exit"
             elif is_plain and not statement.name and (statement.first != "cd" or statement.in_task):
                 statement.text += " || exit"
 

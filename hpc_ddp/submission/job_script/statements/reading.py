@@ -32,7 +32,7 @@ from hpc_ddp.submission.job_script.statements.statement import (
 OF_ARGUMENTS = "it uses the job script's own arguments"
 _OF_SHELL = ("", "set", "shift", "getopts", "eval", "trap", "return", "exit")
 
-_WHOLES = ("command", "list", "pipeline", "redirected_statement", "negated_command", "subshell")
+_COMMANDS = ("command", "list", "pipeline", "redirected_statement", "negated_command", "subshell")
 
 # An empty value, and behind a blank what looks like the value: no name, and no other assignment.
 _BLANK_VALUE = re.compile(r"\b\w+=\s+(?!\w+=)(?![A-Za-z_]{1,15}(?:\s|$))[\w<\[\"'/]")
@@ -79,7 +79,7 @@ class Reading(ABC):
         self._move_count = 0  # of the assignments to PWD when `files` was changed
         self._shells: tuple[int, ...] = ()  # the numbers of the child shells that are being read
         self._shell_count = 0
-        self._wholes: tuple[Statement, ...] = ()  # the commands that are being read in parts
+        self._enclosing: tuple[Statement, ...] = ()  # the commands that are being read in parts
 
     @contextmanager
     def _child_shell(
@@ -100,20 +100,17 @@ class Reading(ABC):
         self.scope, (self._functions, self._exports_all, self._shells) = outer_scope, before
 
     @contextmanager
-    def _whole(self, node: Node) -> Iterator[None]:
-        """Have the statements within the context read as parts of the command `node` (`wholes`)."""
+    def _enclose(self, node: Node) -> Iterator[None]:
+        """Have the statements within the context read as parts of the command `node`."""
         text = source(node).strip()
-        whole = Statement(text, self._at(node), in_task=self._place.in_task, shells=self._shells)
-        before, self._wholes, count = self._wholes, (*self._wholes, whole), len(self.statements)
-        whole.call = self._place.call
-        whole.text += " &" * _is_in_background(node)
+        command = Statement(text, self._at(node), in_task=self._place.in_task, shells=self._shells)
+        command.call = self._place.call
+        before, self._enclosing = self._enclosing, (*self._enclosing, command)
         yield
-        whole.text = end_job(whole.text, self._place.leaves)
-        if not self.scope.arguments_are_set:
-            parts = self.statements[count:]
-            whole.words = parts[0].words if len(parts) == 1 else []
-            self._settle_arguments(whole, node)
-        self._wholes = before
+        self._enclosing = before
+        command.text = end_job(command.text, self._place.leaves)
+        self._settle_arguments(command, node)
+        command.text += " &" * _is_in_background(node)
 
     @contextmanager
     def _part(self, node: Node) -> Iterator[None]:
@@ -123,8 +120,8 @@ class Reading(ABC):
         is_behind, is_list = _is_in_background(node), node.type == "list"
         is_shell = node.type == "subshell" or (is_behind and is_list)
         with ExitStack() as contexts:
-            if is_behind or node.type in _WHOLES:
-                contexts.enter_context(self._whole(node))
+            if is_behind or node.type in _COMMANDS:
+                contexts.enter_context(self._enclose(node))
             if is_shell and self._has_launch(node):
                 shell = self._child_shell(self.scope.arguments, self.scope.arguments_are_set)
                 contexts.enter_context(shell)
@@ -163,15 +160,14 @@ class Reading(ABC):
         statement = Statement(
             text, self._at(node), in_task=self._place.in_task, shells=self._shells, **attributes
         )
-        statement.call, statement.wholes = self._place.call, self._wholes
+        statement.call, statement.enclosing = self._place.call, self._enclosing
         if not (statement.name or statement.launch or statement.defines):
             self._note_files(statement, node)
             self._forget_changes(statement, node)
         if not (statement.launch or statement.defines):  # no function or loop is there in the job
             statement.text = end_job(statement.text, self._place.leaves)
-            statement.text += " &" * _is_in_background(node)
-        if not (statement.launch or statement.defines or self.scope.arguments_are_set):
             self._settle_arguments(statement, node)
+            statement.text += " &" * _is_in_background(node)
         self.statements.append(statement)
         return statement
 
@@ -267,11 +263,12 @@ class Reading(ABC):
             self.open_commands[name] = before
 
     def _settle_arguments(self, statement: Statement, node: Node) -> None:
-        """Set `lost` of a statement that uses the arguments of the script or of a function. An
-        assignment, or a simple command (`node`), that does so where they are known gets their
-        values into its text."""
+        """Set `lost` of a statement that uses the arguments of the script or of a function, unless
+        the job has them. An assignment, or a simple command (`node`), that does so where they are
+        known gets their values into its text."""
         are_none = self.scope.lacks_arguments and self.scope.arguments is None
-        if not syntax.uses_arguments(statement.text, are_none):
+        uses_arguments = syntax.uses_arguments(statement.text, are_none)
+        if self.scope.arguments_are_set or not uses_arguments:
             return
         is_command = node.type == "command" and statement.text == source(node).strip()
         if self.scope.arguments is None:

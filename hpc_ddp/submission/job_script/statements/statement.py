@@ -83,7 +83,7 @@ class Statement:
     in_task: bool = False
     output: str = ""
     # Commands of the script that were read in parts, of which it is one; the outermost is first.
-    wholes: tuple[Statement, ...] = ()
+    enclosing: tuple[Statement, ...] = ()
     is_step: bool = False  # a launch that is not the training: it stays bash, as a whole
     lost: str = ""
     decided: str = ""
@@ -103,7 +103,7 @@ class Statement:
     @property
     def in_background(self) -> bool:
         """Whether an ``&`` stands behind a command that the statement is a part of."""
-        return any(whole.text.endswith(" &") for whole in self.wholes)
+        return any(command.text.endswith(" &") for command in self.enclosing)
 
     @property
     def first(self) -> str:

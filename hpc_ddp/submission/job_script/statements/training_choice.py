@@ -134,7 +134,9 @@ def _find_readers(statements: Sequence[Statement], files: Sequence[str]) -> dict
 def _link_to_log(launch: Statement, files: Sequence[str]) -> Statement | None:
     """Return a line before the `launch` that makes the `files` links to the run's log. None where a
     task makes one, where the launch adds to it, or where its name has other code than variables."""
-    adds = re.search(r">>|\btee\s+(-a|--append)", "\n".join(whole.text for whole in launch.wholes))
+    adds = re.search(
+        r">>|\btee\s+(-a|--append)", "\n".join(command.text for command in launch.enclosing)
+    )
     if adds or launch.in_task or not all(re.fullmatch(r'("?)[\w./${}:-]+\1', f) for f in files):
         return None
     lines = (f'ln -sf "$HPC_DDP_RUN/logs/slurm.out" {file}' for file in files)
@@ -240,7 +242,7 @@ def _remove_launch_of_first_node(reader: Reader) -> None:
                 reader.resolved[line] = TAKEN, "the first node's launch: hpc-ddp starts all nodes"
             reader.statements.remove(removed)
         if not between:  # the removed launch was the last, and the script waited for its end
-            in_loops[0].wholes = ()
+            in_loops[0].enclosing = ()
 
 
 def _make_plain(statement: Statement) -> None:
@@ -254,11 +256,11 @@ def join_parts(reader: Reader, at: int) -> int:
     prepare.py) &``. A statement that asks for the exit code of a step is joined to it. `at` is the
     index of a statement; return the new one."""
     before = reader.statements
-    of_launches = {id(whole) for s in before if s.launch for whole in s.wholes}
-    of_steps = {id(whole) for s in before if s.is_step for whole in s.wholes} - of_launches
+    of_launches = {id(command) for s in before if s.launch for command in s.enclosing}
+    of_steps = {id(command) for s in before if s.is_step for command in s.enclosing} - of_launches
     statements, index = list[Statement](), at
     for number, part in enumerate(before):
-        steps = (whole for whole in part.wholes if id(whole) in of_steps)
+        steps = (command for command in part.enclosing if id(command) in of_steps)
         statement = next(steps, part)
         if part.asks and statement is part and statements[-1:] and statements[-1].is_step:
             statements[-1].text = part.text.replace(ENDED, statements[-1].text)

@@ -1202,3 +1202,8 @@ def test_a_list_in_the_background_moves_no_other_line() -> None:
 def test_what_follows_a_step_behind_the_launch_stays_with_it() -> None:
     settings = of_text("srun python a.py && srun python eval.py && touch done").settings()
     assert "srun python eval.py && touch done" in settings["teardown"][0]
+
+
+def test_a_step_in_the_training_function_gets_the_words_of_the_call() -> None:
+    lines = "run() {", 'srun -n1 bash -c "python prep.py $1" &', "srun torchrun a.py", "}", "run x"
+    assert of_text(*lines).lists["setup"] == [("srun -n1 bash -c 'python prep.py x' &", 4)]
