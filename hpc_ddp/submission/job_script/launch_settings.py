@@ -270,10 +270,9 @@ def _take_program(launch: Launch, result: Conversion, cwd: Path, folder: Path) -
         launch.add("no-python", word)
         kind = {"no-python"}
     is_elsewhere = launch.folder is None or launch.sets_folder
-    # Modules are looked for in the job's folder.
     chdir, _ = result.values.get("chdir", ("", 0))
     folders = (os.path.normpath(cwd / str(place or "")) for place in (launch.folder, chdir))
-    is_module_away = is_elsewhere or len({*folders}) > 1
+    is_module_away = is_elsewhere or len({*folders}) > 1  # they are looked for in the job's folder
     is_in_image = bool(launch.settings.keys() & {"image", "container"})
     is_outside = os.path.isabs(name) or not file.is_relative_to(cwd)
     is_missing = is_in_image and is_outside and not file.is_file()
@@ -285,7 +284,8 @@ def _take_program(launch: Launch, result: Conversion, cwd: Path, folder: Path) -
         is_away = True
     if "$" in name or (kind == {"module"} and is_module_away) or (not kind and is_away):
         name = _make_command(word, launch)
-        if not (is_in_image or made_at):
+        is_in_folder = is_missing and not os.path.isabs(word.text)  # in one that is not here
+        if is_in_folder or not (is_in_image or made_at):
             text = "only the job knows its folder: it runs there, and not from a copy of now"
             result.note(line, f"{word.text}: {text}")
     elif not kind and not os.path.isabs(name):

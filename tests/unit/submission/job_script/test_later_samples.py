@@ -625,6 +625,8 @@ def test_words_of_the_nineteenth_sample(lines: tuple[str, ...], settings: dict[s
         ((f"srun python -m torch.distributed.launch {TORCHRUN[9:]} a.py",), "--local_rank: from"),
         (("N=`echo $SLURM_GPUS_ON_NODE|tr -d x`", f"srun {TORCHRUN[:-1]}$N a.py"),
          "torchrun --nproc-per-node: taken to be the number of a node's GPUs"),
+        ((f"srun singularity exec i.sif bash -c 'cd /opt/x; {TORCHRUN} a.py'",),
+         "a.py: only the job knows its folder"),
         (("srun idr_accelerate a.py",), "idr_accelerate starts a launcher of its own"),
     ],
 )  # fmt: skip
