@@ -125,7 +125,13 @@ class BranchReading(Reading):
             self._add(node, guard[0])
             self._read_lines(branches[guard[1]][1])
         else:
-            self._add(node, lost=CHOOSES if has_launch else "")
+            self._add_choices(node, CHOOSES if has_launch else "")
+
+    def _add_choices(self, node: Node, lost: str) -> None:
+        """Append a condition or loop, `node`, as one statement, which is lost for the reason `lost`
+        if it is not ''; then `choices` has its launches."""
+        parts = self._read_apart(commands_of(node)) if lost else []
+        self._add(node, lost=lost, choices=[part.launch for part in parts if part.launch])
 
     def _read_apart(self, lines: Sequence[Node]) -> list[Statement]:
         """Return the statements of some lines, which leave this reader as it is."""

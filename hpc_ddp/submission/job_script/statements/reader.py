@@ -270,7 +270,7 @@ class Reader(BranchReading):
         is_test = re.match(r"(\[|test\b|!)", source(first)) or sign == "||"
         if is_test and not self._has_launch(first):
             if self._place.in_text or not blocks.is_last(node):
-                self._add(node, lost=CHOOSES)
+                self._add_choices(node, CHOOSES)
                 return
             self._add(first, f"{source(first)} {'||' if sign == '&&' else '&&'} exit")
             self._read_node(last)
@@ -367,7 +367,7 @@ class Reader(BranchReading):
             self._read_loop_over_nodes(node)
         else:
             reason = "a loop of launches: hpc-ddp sweep, or a job for each"
-            self._add(node, lost=reason if has_launch else "")
+            self._add_choices(node, reason if has_launch else "")
 
     _c_style_for_statement = _while_statement = _for_statement
 

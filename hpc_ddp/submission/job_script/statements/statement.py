@@ -86,6 +86,7 @@ class Statement:
     enclosing: tuple[Statement, ...] = ()
     is_step: bool = False  # a launch that is not the training: it stays bash, as a whole
     lost: str = ""
+    choices: list[Launch] = field(default_factory=list)  # of a condition or loop that is lost
     decided: str = ""
     defines: str = ""
     limit: tuple[str, str] = ("", "")  # a test that leaves the line out, and a note: `ONCE`, say

@@ -61,6 +61,7 @@ def choose_launch(reader: Reader, result: Conversion) -> tuple[Launch | None, in
         lost = (i for i, s in enumerate(statements) if "launch" in s.lost)
         return None, next(lost, len(statements))
     at, chosen, training = _set_others_aside(launches, nodes)
+    _keep_choices_of_steps(statements[:at], training, nodes)
     _join_other_calls(statements, chosen)
     at = next(index for index, statement in enumerate(statements) if statement is chosen)
     early = [entry for entry in launches if not (entry[1].launch or any(entry[1].limit))]
@@ -100,6 +101,15 @@ def choose_launch(reader: Reader, result: Conversion) -> tuple[Launch | None, in
         result.note(chosen.lines[0], f"{text}: {kind}")
     leave_empty(training, statements, reader.open_commands)
     return training, at
+
+
+def _keep_choices_of_steps(before: Sequence[Statement], training: Launch, nodes: int) -> None:
+    """Take back `lost` of each condition and loop `before` the `training`, on all `nodes`, all of
+    whose launches prepare it, or weigh less and do not train by their names: bash decides."""
+    for statement in (s for s in before if s.choices and not _is_partial(training, nodes)):
+        others = (launch for launch in statement.choices if not prepares(launch))
+        if not any(_trains(other) or other.weight >= training.weight for other in others):
+            statement.lost = ""
 
 
 def _join_other_calls(statements: list[Statement], training: Statement) -> None:

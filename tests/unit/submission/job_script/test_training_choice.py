@@ -340,3 +340,23 @@ def test_variables_of_slurm_in_conditions(test: str, args: list[str]) -> None:
     text = "\n".join(("#!/bin/bash", *lines, "srun python train.py $A")) + "\n"
     settings = convert(text, Path("/w"), Path("/w")).settings()
     assert settings["args"] == args
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        "[ -e d ] || srun -n1 python prepare.py",
+        "[ -e d ] || srun -n1 bash -c 'cd d; ./get.sh'",
+        "if [ -e d ]; then\n  srun -n1 bash -c 'timeout 5 a' > log &\nfi",
+        'for i in a b; do srun -n1 bash -c "timeout 5 $i" > log & done',
+    ],
+)
+def test_a_condition_of_steps_stays_bash(lines: str, tmp_path: Path) -> None:
+    settings = of_text(tmp_path, f"{lines}\nsrun torchrun train.py\n").settings()
+    assert (settings["script"], settings["setup"]) == ("train.py", [lines])
+
+
+@pytest.mark.parametrize("step", ["torchrun a.py", "python train.py --lr 1"])
+def test_a_condition_that_may_train_is_named(step: str, tmp_path: Path) -> None:
+    conversion = of_text(tmp_path, f"[ -e d ] || srun {step}\nsrun torchrun train.py\n")
+    assert conversion.group(3)[0] == LOST
