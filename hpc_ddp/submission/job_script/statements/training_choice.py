@@ -107,8 +107,8 @@ def _keep_choices_of_steps(before: Sequence[Statement], training: Launch, nodes:
     """Take back `lost` of each condition and loop `before` the `training`, on all `nodes`, all of
     whose launches prepare it, or weigh less and do not train by their names: bash decides."""
     for statement in (s for s in before if s.choices and not _is_partial(training, nodes)):
-        others = (launch for launch in statement.choices if not prepares(launch))
-        if not any(_trains(other) or other.weight >= training.weight for other in others):
+        launches = (launch for launch in statement.choices if not prepares(launch))
+        if not any(_trains(step) or step.weight >= training.weight for step in launches):
             statement.lost = ""
 
 
