@@ -68,6 +68,7 @@ _OF_LAUNCH = re.compile(
     re.I,
 )
 _BESIDE = "it runs beside the launch: setup with & at its end, or in the program"
+_SECRET = "it has what looks like a secret: pass it on with --env NAME"
 _NOTICED = "notices reach the workers, and the end of the job ends what it has started"
 _OUTSIDE = "a task runs it before it enters the container: setup, or worker-setup inside of it"
 
@@ -261,7 +262,7 @@ class Refusals:
         if is_elsewhere or statement.outer not in (None, training and training.outer):
             return "of a launch that is not taken over: setup, if needed"
         if statement.defines:
-            return ""
+            return _SECRET if looks_secret(text) else ""
         if training and is_after and (reason := self._find_shell_reason(statement, training)):
             return reason
         reason = self.find_reason(REFUSED, statement, is_after)
@@ -288,7 +289,7 @@ class Refusals:
             self._at = min(self._at, index)
             reason = "it may be the launch: script = …, args = […]"
         if looks_secret(text) and not statement.name:
-            return "it has what looks like a secret: pass it on with --env NAME"
+            return _SECRET
         if is_beside and not (reason or is_settled or PRINTS.match(text)):
             return _BESIDE
         is_outside = self.launch and self.launch.enters_container and index < self._at

@@ -656,3 +656,11 @@ def test_a_path_of_a_message_is_no_placeholder(line: str) -> None:
 def test_a_blank_number_of_workers_is_named_so() -> None:
     conversion = of_text(NODES, f"srun {TORCHRUN[:-1]}<GPUS> a.py")
     assert "--nproc-per-node: a placeholder" in conversion.group(3)[1] + str(conversion.marks)
+
+
+@pytest.mark.parametrize("command", ["python prepare.py", "srun python prepare.py", "ls"])
+def test_a_secret_in_a_function_is_not_written(command: str) -> None:
+    line = f"f() {{ export HF_TOKEN=abcdef12345; {command}; }}"
+    conversion = of_text(NODES, line, "f", f"srun {TORCHRUN} a.py")
+    assert "abcdef12345" not in str(conversion.settings())
+    assert conversion.group(3)[0] == conversion.group(4)[0] == LOST
