@@ -284,7 +284,7 @@ def _take_program(launch: Launch, result: Conversion, cwd: Path, folder: Path) -
         is_away = True
     if "$" in name or (kind == {"module"} and is_module_away) or (not kind and is_away):
         name = _make_command(word, launch)
-        is_in_folder = is_missing and not os.path.isabs(word.text)  # in one that is not here
+        is_in_folder = is_missing and not (kind or os.path.isabs(word.text))  # it is not here
         if is_in_folder or not (is_in_image or made_at):
             text = "only the job knows its folder: it runs there, and not from a copy of now"
             result.note(line, f"{word.text}: {text}")
