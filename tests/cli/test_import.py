@@ -137,7 +137,7 @@ def test_what_follows_a_launch_is_named(folder: Path) -> None:
     launch = "srun python train.py && srun python evaluate.py && echo done"
     (folder / "job.sbatch").write_text(SCRIPT.partition("srun")[0] + launch)
     output = run("job.sbatch").output
-    assert "it may start a training: name its program in script" in output
+    assert "a second launch: teardown starts it once the training has finished" in output
     assert 'script = "train.py"' in (folder / "hpc-ddp.toml").read_text()
 
 

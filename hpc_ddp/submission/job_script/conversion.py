@@ -250,8 +250,7 @@ class Conversion:
                 yield replace(self, lists=lists), f"{key} {text}", line
 
     def settings(self) -> dict[str, Any]:
-        """Return all settings by the keys of a project file, without their lines; ``env`` only if
-        it has variables."""
+        """Return all settings by the keys of a project file; ``env`` only if it has variables."""
         single = {key: setting for key, (setting, _) in self.values.items()}
         lists = {key: [entry for entry, _ in entries] for key, entries in self.lists.items()}
         env = {name: text for name, (text, _) in self.env.items()}
@@ -322,7 +321,7 @@ class ArgumentWriter:
             lacking.append(f"{min(names)}, which each task sets")
         is_token = key == "args" and _TOKEN.fullmatch(word.text)
         holds_placeholder = key != "args" and re.search(r"<[A-Za-z][\w .-]*>", word.text)
-        form = r"<.*>|(--[\w-]+=)?your[-_]\w+|([^<]*[/=])?<[A-Za-z][\w .-]*>[/:].*"
+        form = r"<.*>|(--[\w-]+=)?your[-_]\w+|([^<]*=)?<[A-Za-z][\w .-]*>[/:].*|.*/<[A-Za-z].*>.*"
         is_placeholder = re.fullmatch(form, word.text, re.S)
         if (is_placeholder and not is_token) or holds_placeholder:
             lacking.append("a value of yours")
@@ -333,17 +332,18 @@ class ArgumentWriter:
 
     def write_single_word(self, word: Word, at: int) -> str:
         """Return the text of a word of line `at`, which is taken as one word, though the shell may
-        split it: each variable stands in it as ``$NAME``, and ``expand`` gets NAME. For a word with
-        other code it is ``$ARGUMENTS_1``, a variable that a new line of ``setup`` sets."""
+        split it: each variable stands in it as ``$NAME``, and ``expand`` gets NAME. Other code, but
+        for an option's name, becomes ``$ARGUMENTS_1``, which a new line of ``setup`` sets."""
         if all(part.name for part in word.code):
             self.add_to_expand(word.names, at)
             return word.text
         self.count += 1
         name = f"ARGUMENTS_{self.count}"
-        quoted = replace(word, parts=tuple(replace(part, splits=False) for part in word.parts))
-        self.result.append("setup", f"{name}={quoted.as_bash()}", at)
+        quoted = Word(tuple(replace(part, splits=False) for part in word.parts))
+        option = "".join(re.findall(r"^--[\w-]+=", word.text))
+        self.result.append("setup", f"{name}={quoted.without_start(len(option)).as_bash()}", at)
         self.add_to_expand([name], at)
-        return f"${name}"
+        return f"{option}${name}"
 
     def write_variable(self, name: str, word: Word, at: int) -> None:
         """Write a variable of the program, with the value `word`, of line `at`: into ``env``, which

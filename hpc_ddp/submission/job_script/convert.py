@@ -16,7 +16,13 @@ from hpc_ddp.submission.job_script.bash.quotes import split_quoted
 from hpc_ddp.submission.job_script.bash.values import Counted, Value
 from hpc_ddp.submission.job_script.bash.variables import Scope
 from hpc_ddp.submission.job_script.bash.words import literal
-from hpc_ddp.submission.job_script.conversion import ENDED, FINALLY, PRINTS, Conversion
+from hpc_ddp.submission.job_script.conversion import (
+    ENDED,
+    FINALLY,
+    PRINTED_TEXT,
+    PRINTS,
+    Conversion,
+)
 from hpc_ddp.submission.job_script.directives import (
     names_not_set,
     read_sizes,
@@ -45,6 +51,7 @@ from hpc_ddp.submission.job_script.statements.statement import (
 from hpc_ddp.submission.job_script.statements.training_choice import (
     choose_launch,
     has_launch,
+    join_parts,
     keep_one_command,
 )
 from hpc_ddp.submission.job_script.wrapper import unwrap
@@ -180,10 +187,12 @@ def _note_values(result: Conversion, numbers: Mapping[str, int]) -> None:
 
 
 def _note_placeholders(result: Conversion) -> None:
-    """Add a note to `result` on each line of which a setting has what looks like a placeholder."""
+    """Add a note to `result` on each line of which a setting has what looks like a placeholder, and
+    not only in a text that is printed."""
     entries = [*result.values.values(), *result.env.values()]
     entries += [entry for entries_of_key in result.lists.values() for entry in entries_of_key]
-    places = [(n, match[0]) for text, n in entries if (match := _PLACEHOLDER.search(str(text)))]
+    codes = [(PRINTED_TEXT.sub(" ", str(text)), n) for text, n in entries]
+    places = [(n, match[0]) for code, n in codes if (match := _PLACEHOLDER.search(code))]
     for line, text in sorted({*places}):
         result.note(line, f"{text} looks like a placeholder: write your own")
 
@@ -243,23 +252,6 @@ def _remove_unused_names(result: Conversion) -> None:
     expand = result.lists.pop("expand", [])
     if used := [entry for entry in expand if entry[0].removesuffix("[@]") in names]:
         result.lists["expand"] = used
-
-
-def _join_child_shells(reader: Reader, at: int) -> int:
-    """Replace the statements of each child shell in which no launch is left (`choose_launch`) by
-    the one statement that the shell is: ``(cd a && python prepare.py)``. `at` is the index of the
-    training's statement; return the new one."""
-    training, statements = reader.statements[at], list[Statement]()
-    shells_with_launch = {n for s in reader.statements if s.launch for n in s.shells}
-    for statement in reader.statements:
-        shells = [n for n in statement.shells if n not in shells_with_launch]
-        shell_or_line = reader.child_shells[shells[0]] if shells else statement  # the outermost
-        if shells and shell_or_line.text in statement.around:  # in a list or condition
-            shell_or_line.text = statement.around
-        if not statements or statements[-1] is not shell_or_line:
-            statements.append(shell_or_line)
-    reader.statements = statements
-    return next(i for i, statement in enumerate(statements) if statement is training)
 
 
 def _mark_exported(statements: Sequence[Statement], shell_names: Set[str]) -> None:
@@ -370,9 +362,8 @@ def convert(
         )
     for sentence in sentences_on(job.doubts):
         result.note(job.line, sentence)
-    reader.restore_definitions()
     launch, at = choose_launch(reader, result)
-    at = _join_child_shells(reader, at) if launch else at
+    at = reader.restore_definitions(join_parts(reader, at))
     join_exit_codes(reader.statements, at)
     at = separate_deletions(reader.statements, at)
     _mark_exported(reader.statements, environ.keys())

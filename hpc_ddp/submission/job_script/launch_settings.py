@@ -35,7 +35,7 @@ from hpc_ddp.submission.job_script.sizes import (
 from hpc_ddp.submission.job_script.statements.reader import Reader
 from hpc_ddp.submission.job_script.statements.statement import Statement
 
-# Lines that bring a Python, or another PATH: modules of compilers and libraries alone do not.
+# Lines that bring a Python, or another PATH, as modules of compilers and libraries do not.
 BRINGS_PYTHON = re.compile(
     r"(?:^|[;&\s])(?:export\s+)?PATH=|(?:^|[;&|{!]|(?<!\$)\(|\b(?:then|do|else)\s)\s*"
     r"(?:(?:source|\.|conda|spack|eval)\s|(?:module|ml)\s+(?!purge|reset|restore|list|use|unload|(?:(?:load|add|(?i:cuda|gcc|gnu|nvhpc|nccl|cudnn|rocm|openmpi|ucx|craype"
@@ -59,8 +59,8 @@ def take_launch(
     """Put the launch of a statement into `result`: program, arguments, Python, container, variables
     and sizes, and its marks as groups of lines. `cwd` and `folder` are as in `convert`.
 
-    For a statement without a launch only the sizes, the GPUs and the image of the directives are
-    put there. The set-up lines must be in `result` already. The launch itself is changed.
+    For a statement without a launch only sizes, GPUs and image of the directives are put there. The
+    set-up lines must be in `result` already. The launch itself is changed.
     """
     launch = statement.launch or Launch(0)
     _take_image(launch, directives, result)
@@ -69,7 +69,8 @@ def take_launch(
     take_other_gres(result, directives)
     writer = _make_writer(result, reader)
     if launch.program and writer.refuse_word(launch.program, "script", launch.line):
-        launch.program, launch.args = None, []
+        launch.args = launch.args if launch.program.is_static else []  # those of a placeholder
+        launch.program = None
     _take_program(launch, result, cwd, folder)
     _take_python(launch, result, _has_environment(launch, directives))
     writer.is_evaluated = launch.is_evaluated
@@ -210,12 +211,11 @@ def _take_variables(launch: Launch, writer: ArgumentWriter) -> None:
 
 
 def _take_marks(launch: Launch, result: Conversion) -> None:
-    """Put the launch's marks into `result`. A lost mark and a note go there as they are; a lost
-    mark without a line is that of the launch.
+    """Put the launch's marks into `result`; a lost mark without a line is that of the launch.
 
-    Marks of what hpc-ddp sets itself become one for each line, which names all of it. On a line
-    with words of the launch this mark, and one for the launch, are `TAKEN`, and the line's earlier
-    marks stay. On another line the mark is `OURS`, and of the earlier marks only lost ones stay.
+    Marks of what hpc-ddp sets itself become one for each line. On a line with words of the launch
+    this mark, and one for the launch, are `TAKEN`, and the line's earlier marks stay. On another
+    line the mark is `OURS`, and of the earlier marks only lost ones stay.
     """
     lines_of_words = {launch.line, *(word.line for word in launch.words)}
     ours: dict[int, list[str]] = {}
@@ -253,10 +253,9 @@ def _take_unset(statement: Statement, launch: Launch, result: Conversion) -> Non
 
 def _take_program(launch: Launch, result: Conversion, cwd: Path, folder: Path) -> None:
     """Put the program into `result` as ``script``: a file by its path from `folder` if it is below
-    `cwd`, else by an absolute one; a module and a command by its name. Without a program nothing
-    happens. A note names a set-up line that makes the file.
-
-    A program whose place only the job knows becomes a command: see `_make_command`.
+    `cwd`, else by an absolute one; a module and a command by its name. A note names a set-up line
+    that makes the file. A program whose place only the job knows becomes a command
+    (`_make_command`). Without a program nothing happens.
     """
     if (word := launch.program) is None:
         return
@@ -271,12 +270,13 @@ def _take_program(launch: Launch, result: Conversion, cwd: Path, folder: Path) -
         launch.add("no-python", word)
         kind = {"no-python"}
     is_elsewhere = launch.folder is None or launch.sets_folder
-    # Modules are looked for in the job's folder.
     chdir, _ = result.values.get("chdir", ("", 0))
     folders = (os.path.normpath(cwd / str(place or "")) for place in (launch.folder, chdir))
-    is_module_away = is_elsewhere or len({*folders}) > 1
+    is_module_away = is_elsewhere or len({*folders}) > 1  # they are looked for in the job's folder
     is_in_image = bool(launch.settings.keys() & {"image", "container"})
-    is_away = (is_in_image and not Path(name).is_file()) if os.path.isabs(name) else is_elsewhere
+    is_outside = os.path.isabs(name) or not file.is_relative_to(cwd)
+    is_missing = is_in_image and is_outside and not file.is_file()
+    is_away = is_missing or (is_elsewhere and not os.path.isabs(name))
     made_at = 0 if kind else _find_line_that_makes(name, result)
     if made_at:
         text = "is made by that line: the job runs it where it is, and not a copy of now"
@@ -284,7 +284,8 @@ def _take_program(launch: Launch, result: Conversion, cwd: Path, folder: Path) -
         is_away = True
     if "$" in name or (kind == {"module"} and is_module_away) or (not kind and is_away):
         name = _make_command(word, launch)
-        if not (is_in_image or made_at):
+        is_in_folder = is_missing and not (kind or os.path.isabs(word.text))  # it is not here
+        if is_in_folder or not (is_in_image or made_at):
             text = "only the job knows its folder: it runs there, and not from a copy of now"
             result.note(line, f"{word.text}: {text}")
     elif not kind and not os.path.isabs(name):
@@ -329,8 +330,7 @@ def _find_line_that_makes(name: str, result: Conversion) -> int:
 
 
 def _has_environment(launch: Launch, directives: Directives) -> bool:
-    """Return whether an option ``--environment`` of sbatch or srun names the image, as at CSCS: in
-    a file of its own."""
+    """Return whether ``--environment`` of sbatch or srun names the image's file, as at CSCS."""
     words = launch.settings.get("srun", [])
     return "environment" in directives.options or any(
         word.text.startswith("--environment=") for word in words

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 # Commands by which scripts count the job's nodes, the GPUs of their node, and those of a list.
 _NODES = r"(\$\(|`)\s*scontrol\s+show\s+hostnames?(\s+\"?\$\{?SLURM_(JOB_)?NODELIST\}?\"?)?\s*"
 _COUNTS_NODES = re.compile(rf"{_NODES}\|\s*wc -[lw]\s*[)`]")
-_LISTS_NODES = re.compile(rf"{_NODES}[)`]")
+_LISTS_NODES = re.compile(rf"{_NODES}(?P<first>\|\s*head\s*)?[)`]")  # the first ten by head
 _LENGTH = re.compile(r"\$\{#(\w+)\[[@*]\]\}")  # of an array
 _COUNTS_GPUS = re.compile(
     r"(\$\(|`)\s*nvidia-smi\s+(-L|--list-gpus|--query-gpu=\w+\s+--format=csv,noheader)"
@@ -138,8 +138,11 @@ def fill_counts_in(code: str, scope: Scope) -> str:
     - ``${#A[@]}`` becomes the length of the array A in `scope`, and stays where it is not known
     """
     values, gpu_counts = scope.values, scope.gpu_counts
+    are_few = scope.numbers.get("SLURM_NNODES", 11) <= 10
     code = _COUNTS_NODES.sub("$SLURM_NNODES", code)
-    code = _LENGTH.sub(lambda m: gpu_counts.get(m[1]) or _length(values.get(m[1])) or m[0], code)
+    code = _LENGTH.sub(
+        lambda m: gpu_counts.get(m[1]) or _length(values.get(m[1]), are_few) or m[0], code
+    )
     code = _COUNTS_GPUS.sub("$SLURM_GPUS_ON_NODE", code)
     return _COUNTS_LISTED.sub(lambda m: count_devices(values.get(m["one"] or m["other"])), code)
 
@@ -160,12 +163,14 @@ def count_read_devices(text: str, values: Mapping[str, Value]) -> dict[str, str]
     return {match[1]: count_devices(values.get(match[2]))} if match else {}
 
 
-def _length(array: Value) -> str:
+def _length(array: Value, are_few: bool) -> str:
     """Return the number of an array's elements: ``$SLURM_NNODES`` for the names of the job's nodes,
-    as of ``A=($(scontrol show hostnames))``. '' where it is not known, and for no array."""
+    as of ``A=($(scontrol show hostnames))``, which are ten at most if they `are_few`. '' where it
+    is not known, and for no array."""
     if not isinstance(array, list):
         return ""
-    if len(array) == 1 and _LISTS_NODES.fullmatch(array[0].text):
+    nodes = _LISTS_NODES.fullmatch(array[0].text) if len(array) == 1 else None
+    if nodes and (are_few or not nodes["first"]):
         return "$SLURM_NNODES"
     return str(len(array)) if all(word.is_static for word in array) else ""
 

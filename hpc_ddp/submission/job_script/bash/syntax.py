@@ -16,6 +16,7 @@ Span = tuple[int, int]  # the first byte, and the one behind the last
 _PLACEHOLDER = re.compile(
     rb"(?m)(?<!\S)<[A-Za-z][\w .-]*>(?=[ \t]*(?:$|#|\\\n|<[A-Za-z])|[ \t]+-|[:/]\S)"
     rb"|(?<==)<[A-Za-z][\w .-]*>(?=\s|$|[/:$\w])|(?<=[\w/])<[A-Za-z][\w .-]*>(?=/)"
+    rb"|(?<=/)<[A-Za-z][\w-]*>(?=[\s.\w]|$)"
 )
 _ARGUMENTS = re.compile(r"(?<!\\)\$(?:[1-9@*#]|\{(?:[1-9@*](?!:?-)[^}]*|#)\})")
 ALL_ARGUMENTS = re.compile(r"(?<!\\)\$(?:[@*]|\{[@*](?::\s*[1-9]\d*(?::\d+)?)?\})")

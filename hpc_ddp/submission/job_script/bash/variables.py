@@ -150,6 +150,7 @@ class Scope:
         if isinstance(assigned, Word) and name in assigned.names:
             # A=$A leaves the old value; that of A=${A#*:} may be known, not that of A=x$A.
             is_old = len(assigned.parts) == 1 and assigned.parts[0].name
+            self.earlier[name] = assigned
             assigned = old if is_old else counts.known_part(assigned, self)
         is_unknown = _CHANGES.fullmatch(name) or name in {*self.secrets, *self.formatted}
         self.set(name, None if is_unknown else assigned)

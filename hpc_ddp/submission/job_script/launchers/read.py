@@ -79,6 +79,7 @@ def read_launch(
             text = "ssh starts it in the home folder: relative paths are the job folder's now"
             launch.mark(launch.line, "", text)
     while remaining and not launch.program and launch.inner is None:
+        remaining[0] = _take_default(remaining[0], launch, scope)
         name = remaining[0].text.rsplit("/", 1)[-1]
         if launch.set_variable(remaining[0]):
             remaining.pop(0)
@@ -102,6 +103,8 @@ def read_launch(
             # podman run IMAGE torchrun train.py, in a text or the batch script.
             firsts = [word.text for word in remaining[1:3]]
             is_run = starts_workers and any(text in ("run", "exec") for text in firsts)
+            # oumi distributed torchrun -m oumi train
+            is_run |= scope.counted == Counted.COMMANDS and f" -m {name} " in _text_of(remaining)
             is_counted = is_run or (is_counted and not starts_workers)
             is_of_task = launch.step and (not step or is_path or remaining[0].code)
             if _is_prefix(remaining):
@@ -116,6 +119,25 @@ def read_launch(
     if launch.program is None:  # torchrun --version
         launch.weight = 0
     return launch
+
+
+def _text_of(words: Sequence[Word]) -> str:
+    """Return the texts of words, with blanks between them."""
+    return " ".join(word.text for word in words)
+
+
+def _take_default(word: Word, launch: Launch, scope: Scope) -> Word:
+    """Return the default of a variable that is a whole `word`, with a note in `launch`, where that
+    is a launcher: ``srun`` for ``$RUN`` after ``RUN=${RUN:-srun}``, which a file that is sourced
+    before may have set. Return any other word as it is."""
+    name = word.names[0] if len(word.parts) == len(word.names) == 1 else ""
+    assigned = scope.earlier.get(name) if scope.values.get(name) is None else None
+    code = assigned.text if isinstance(assigned, Word) else word.text
+    match = re.fullmatch(r"\$\{(\w+):?-([\w./-]+)\}", code)
+    if match is None or not is_launcher(match[2]) or match[1] in scope.shell_names:
+        return word
+    launch.mark(word.line, "", f"${match[1]}: taken as {match[2]}, which a line before may change")
+    return literal(match[2], word.line)
 
 
 def _is_prefix(words: Sequence[Word]) -> bool:
@@ -182,6 +204,10 @@ def _read_tool(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
         take_command(words, launch)  # uv run train.py
         return []
     inner = read_launch(words[at:], scope) if not launch.step else launch
+    if name in MANAGERS and inner.step and not (launch.step or inner.kind):
+        handler = _find_handler(words[at].text)  # uv run -- srun python train.py
+        if handler in (read_srun, read_mpirun):
+            return _read_tool([*words[:at], *handler(words[at:], launch, scope)], launch, scope)
     is_on_only_node = inner.weight and not inner.step and scope.numbers.get("SLURM_NNODES", 1) == 1
     if launch.step or is_on_only_node:
         take_command(words, launch)

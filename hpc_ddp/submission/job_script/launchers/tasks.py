@@ -90,7 +90,8 @@ TRAINS = re.compile(
 )  # fmt: skip
 PREPARES = re.compile(
     r"(?:^|[_. -])(?:prep|download|data|convert|tokeni|extract|split|cache|build|setup|install"
-    r"|check|clean|copy|stage|unzip|fetch)|^(?:config|create|make|activate|load|init|env)", re.I
+    r"|check|clean|copy|stage|unzip|fetch)|^(?:config|create|generat|make|activate|load|init|env)",
+    re.I,
 )  # fmt: skip
 TESTS = re.compile(r"eval|test|infer|predict|bench|plot", re.I)  # in names of programs
 # In the name of a program or its first argument: what finishes a run's results.
@@ -234,7 +235,9 @@ def take_command(words: list[Word], launch: Launch) -> None:
     the weight 2, unless it surely trains nothing, as mkdir. A launcher among its words gets a
     note."""
     inner = r"(.*/)?(torchrun|accelerate|deepspeed|composer)|torch\.distributed\.(run|launch)"
-    if any(re.fullmatch(inner, text) for word in words[1:] for text in word.text.split()):
+    is_kin = re.search(r"[_-](torchrun|accelerate|deepspeed)$", words[0].text)  # idr_accelerate
+    texts = (text for word in words[1:] for text in word.text.split())
+    if is_kin or any(re.fullmatch(inner, text) for text in texts):
         text = f"{words[0].text} starts a launcher of its own in each task, as it is written"
         launch.mark(words[0].line, "", f"{text}: its restarts and workers are not hpc-ddp's")
     if not _NO_TRAINING.fullmatch(words[0].text):

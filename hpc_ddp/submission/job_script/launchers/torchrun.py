@@ -43,6 +43,10 @@ _NODES = {"nnodes", "nnode", "num-nodes", "hostfile", "world-size", "standalone"
 _ALL_GPUS = re.compile(
     r"gpu|auto|\$\{?SLURM_GPUS_(ON_NODE|PER_(NODE|TASK))\}?"
 )  # a worker for each
+_CUT_GPUS = re.compile(
+    r"(\$\(|`)\s*echo\s+[\"']?\$\{?SLURM_GPUS_(ON_NODE|PER_NODE)\}?[\"']?"
+    r"\s*\|\s*(sed|tr|cut|awk|grep)\s[^|;&$`]*[)`]"
+)
 _TORCHRUN_FLAGS = re.compile(
     "standalone|module|m|no-python|run-path|use-env|v|verbose"
     # Of composer and deepspeed.
@@ -109,6 +113,9 @@ def read_torchrun(words: list[Word], launch: Launch, scope: Scope) -> list[Word]
         _take_included_gpus(launch)
     has_no_argument = bool({"use-env", "no-local-rank"} & launch.options.keys())
     if name in ("launch", "deepspeed") and launch.program and not has_no_argument:
+        if name == "launch":
+            text = "from torch 2.0 on the launcher passes --local-rank: write that, if it is meant"
+            launch.mark(line, "", f"{OF_OLD_LAUNCHERS.partition('=')[0]}: {text}")
         launch.args.insert(0, literal(OF_OLD_LAUNCHERS, line))
         launch.add("expand", literal("LOCAL_RANK", line))
     return []
@@ -145,11 +152,24 @@ def _take_workers(name: str, launch: Launch, scope: Scope) -> None:
         launch.workers = 1
     for option in (key for key in counts if key in launch.options):
         count, at = launch.options[option]
-        is_of_gpus = count is not None and _ALL_GPUS.fullmatch(count.text)
+        is_of_gpus = count is not None and bool(_ALL_GPUS.fullmatch(count.text))
+        if count and whole_number(count, scope) is None and _is_cut_from_gpus(count, scope):
+            launch.mark(at, "", f"{name} --{option}: taken to be the number of a node's GPUs")
+            is_of_gpus = True
         if whole_number(count, scope) is None and not is_of_gpus:
             is_empty = count is not None and count.is_static and not count.text
-            text = f"{'it is empty' if is_empty else 'only the job knows it'}: nproc-per-node = N"
+            is_blank = count is not None and count.is_static and count.text[:1] == "<"
+            reason = "it is empty" if is_empty else "only the job knows it"
+            text = f"{'a placeholder' if is_blank else reason}: nproc-per-node = N"
             launch.mark(at, LOST, f"{name} --{option}: {text}")
+
+
+def _is_cut_from_gpus(word: Word, scope: Scope) -> bool:
+    """Return whether a word, or the value of the variable that it is, is what a command such as sed
+    makes of Slurm's number of a node's GPUs."""
+    assigned = scope.values.get(word.names[0]) if word.names else None
+    code = assigned.text if isinstance(assigned, Word) else word.text
+    return bool(_CUT_GPUS.fullmatch(code))
 
 
 def _take_included_gpus(launch: Launch) -> None:

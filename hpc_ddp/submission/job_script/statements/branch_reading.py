@@ -52,14 +52,14 @@ class BranchReading(Reading):
         is_asked = has_launch and (reports or not (is_list or any(map(self._has_launch, bodies))))
         if is_asked and self._has_launch(condition):
             self._resolve(node, VERDICT, OURS)
-            self._read_node(condition)
-            launching = self.statements[-1]
-            launching.around = source(node)
             first = condition.named_children[0] if condition.type == "pipeline" else condition
             command = first.named_children[-1] if first.type == "negated_command" else first
             text = edit_code(node, [(command.start_byte, condition.end_byte, ENDED)])
-            if not is_list:
-                self._add(node, text, reports=reports, asks=launching.launch)
+            with self._enclose(node):
+                self._read_node(condition)
+                if not is_list:
+                    launch = self.statements[-1].launch
+                    self._add(node, text, reports=reports, asks=launch)
             return
         chosen = self._choose_branch(node, branches, has_launch)
         common = find_common_launch(branches, self._read_apart) if has_launch else None
@@ -125,7 +125,13 @@ class BranchReading(Reading):
             self._add(node, guard[0])
             self._read_lines(branches[guard[1]][1])
         else:
-            self._add(node, lost=CHOOSES if has_launch else "")
+            self._add_choices(node, CHOOSES if has_launch else "")
+
+    def _add_choices(self, node: Node, lost: str) -> None:
+        """Append a condition or loop, `node`, as one statement, which is lost for the reason `lost`
+        if it is not ''; then `choices` has its launches."""
+        parts = self._read_apart(commands_of(node)) if lost else []
+        self._add(node, lost=lost, choices=[part.launch for part in parts if part.launch])
 
     def _read_apart(self, lines: Sequence[Node]) -> list[Statement]:
         """Return the statements of some lines, which leave this reader as it is."""
@@ -135,20 +141,9 @@ class BranchReading(Reading):
         return probe.statements
 
     def _read_lines(self, lines: Sequence[Node]) -> None:
-        """Append the statements of the lines of a branch, with the ``&`` behind a line."""
+        """Append the statements of the lines of a branch."""
         for line in lines:
             self._read_node(line)
-            if line.next_sibling and line.next_sibling.type == "&" and self.statements:
-                self._put_last_in_background()
-
-    def _put_last_in_background(self) -> None:
-        """Add the ``&`` that stands behind the last statement to each of its texts."""
-        last = self.statements[-1]
-        last.text += " &"
-        last.around += " &" * bool(last.around)
-        last.own_text += " &" * bool(last.own_text)
-        for number in last.shells[len(self._shells) :][:1]:
-            self.child_shells[number].text += " &"
 
     def _choose_branch(self, node: Node, branches: list[Branch], has_launch: bool) -> int | None:
         """Return the index of the branch of an ``if``, `node`, that runs, as `running_branch`

@@ -47,24 +47,22 @@ class Reader(BranchReading):
         without such a method is one statement, which is lost if a launch is in it."""
         kind = node.type
         is_block = kind in ("compound_statement", "subshell") and self._has_launch(node)
-        if is_block and kind == "subshell":
-            with self._child_shell(node, self.scope.arguments, self.scope.arguments_are_set):
+        with self._part(node):
+            if is_block or kind in ("program", "do_group"):
                 self._read_children(node)
-        elif is_block or kind in ("program", "do_group"):
-            self._read_children(node)
-        elif is_comment(node):
-            self._resolve(node, "a comment", OURS)
-        elif handler := getattr(self, f"_{kind}", None):
-            handler(node)
-        elif kind == "ERROR":
-            self._add(node, lost="bash can't read it: is a quote missing?")
-        elif node.is_named and kind != "comment":
-            reason = "only the job knows which launch it chooses: a job for each"
-            self._add(node, lost=reason if self._has_launch(node) else "")
+            elif is_comment(node):
+                self._resolve(node, "a comment", OURS)
+            elif handler := getattr(self, f"_{kind}", None):
+                handler(node)
+            elif kind == "ERROR":
+                self._add(node, lost="bash can't read it: is a quote missing?")
+            elif node.is_named and kind != "comment":
+                reason = "only the job knows which launch it chooses: a job for each"
+                self._add(node, lost=reason if self._has_launch(node) else "")
 
     def _read_children(self, node: Node) -> None:
-        """Append the statements of a node's children, one by one. An ``&`` behind a child is added
-        to the text of the last statement so far. Behind the end of a program nothing is read."""
+        """Append the statements of a node's children, one by one. Behind the end of a program
+        nothing is read."""
         end = 0
         for child in node.children:
             if end and child.is_named and not is_comment(child):
@@ -73,8 +71,6 @@ class Reader(BranchReading):
                 self._read_node(child)
                 if node.type == "program" and _ENDS.match(source(child)):
                     end = self._at(child)[0]
-            elif child.type == "&" and self.statements:
-                self._put_last_in_background()
         if node.type != "program":
             self._resolve(node, "its lines were taken one by one")
 
@@ -121,6 +117,8 @@ class Reader(BranchReading):
             word for child in nodes
             for word in self.scope.words([child], self._at(child)[0] if is_inner else None)
         ]  # fmt: skip
+        if around is None and self._enclosing:  # by this command itself
+            self._enclosing[-1].words = words
         first = words[0].text if words else ""
         if first in self._functions and self._has_launch(self._functions[first][0], "", words[1:]):
             with self._output_to(output):
@@ -143,7 +141,7 @@ class Reader(BranchReading):
         launch = self._make_launch(node, [] if is_function else words, assignments, around or node)
         if launch.inner and self._has_launch(inner_text(launch.inner), launch.step, launch.args):
             self._resolve(around or node, "the launch")
-            self._read_inner(launch, node, around or node, output)
+            self._read_inner(launch, node, output)
         elif not launch.weight or launch.inner is not None:
             is_of_arguments = first in ("shift", "getopts") and not self.scope.arguments_are_set
             lost = OF_ARGUMENTS if is_of_arguments or not (words or assignments) else ""
@@ -172,11 +170,11 @@ class Reader(BranchReading):
             for text in sentences_on({doubt for word in words for doubt in doubts_in(word)}):
                 launch.mark(self._at(node)[0], "", text)
 
-    def _read_inner(self, outer: Launch, node: Node, around: Node, output: str) -> None:
+    def _read_inner(self, outer: Launch, node: Node, output: str) -> None:
         """Append the statements in the text of a ``bash -c``, read in a child shell: `outer` is its
-        launch, `node` its command, `around` that with its pipes and files. Each of them gets what
-        the command says by `_give_to_inner`, which has the same `output`. Note the variables that
-        the batch script expands in the text, and its arguments. Raise as `syntax.parse`."""
+        launch, `node` its command. Each of them gets what the command says by `_give_to_inner`,
+        which has the same `output`. Note the variables that the batch script expands in the text,
+        and its arguments. Raise as `syntax.parse`."""
         assert outer.inner is not None
         word = self._name_outer_code(outer.inner, node)  # which appends statements, too
         earlier = set(map(id, self.statements))  # equal statements are no same ones
@@ -185,7 +183,7 @@ class Reader(BranchReading):
         step = outer.step or self._place.step
         place, in_image = self._place, bool(outer.settings.keys() & {"image", "container"})
         self._place = replace(place, in_image=place.in_image or in_image)
-        with self._child_shell(around, outer.args, False):
+        with self._child_shell(outer.args, False):
             self.scope.set("0", outer.inner_name)
             self._read_text(inner_text(word), node, step, outer.inner.line)
         self._place = place
@@ -196,13 +194,11 @@ class Reader(BranchReading):
     def _give_to_inner(statement: Statement, outer: Launch, node: Node, output: str) -> None:
         """Give a statement in the text of a ``bash -c`` what its command, `node`, says: `outer`,
         the command's launch, if each task runs the statement. If it is a launch, it takes over the
-        options of `outer`, the text of `node` as its `text`, with its own as `own_text`, and the
-        file `output` unless it writes to one itself."""
+        options of `outer`, the text of `node`, and the file `output` unless it writes to one."""
         statement.outer = outer if statement.in_task else None
         if statement.launch is not None:
             statement.launch.take_from(outer)
             statement.output = statement.output or output
-            statement.own_text = statement.own_text or statement.around or statement.text
             statement.text = source(node)
 
     def _read_text(self, text: str, node: Node, step: str, line: int = 0) -> None:
@@ -274,7 +270,7 @@ class Reader(BranchReading):
         is_test = re.match(r"(\[|test\b|!)", source(first)) or sign == "||"
         if is_test and not self._has_launch(first):
             if self._place.in_text or not blocks.is_last(node):
-                self._add(node, lost=CHOOSES)
+                self._add_choices(node, CHOOSES)
                 return
             self._add(first, f"{source(first)} {'||' if sign == '&&' else '&&'} exit")
             self._read_node(last)
@@ -287,7 +283,6 @@ class Reader(BranchReading):
             self._read_node(part)
         starts_launch = self._has_launch(last)  # by now also by a variable that a part has set
         launching = next((s for s in reversed(self.statements) if s.launch), self.statements[-1])
-        launching.around = "" if starts_launch else source(node)
         if sign == "&&" and starts_launch:
             self._end_after_failures(count)
         if starts_launch or not self._has_launch(first):
@@ -312,17 +307,21 @@ class Reader(BranchReading):
                 continue
             is_plain = "|" in code or not re.match(_PRINTS_ONLY, code)
             if statement.launch:  # for one that prepares the training
-                statement.around = f"{statement.text} || exit"
+                command = statement.enclosing[len(self._enclosing)]
+                command.text = f"{command.text.removesuffix(' || exit')} || exit"
             elif is_plain and not statement.name and (statement.first != "cd" or statement.in_task):
                 statement.text += " || exit"
 
-    def restore_definitions(self) -> None:
+    def restore_definitions(self, at: int) -> int:
         """Put the definition of each function that is read where it is called back before the first
-        statement that calls it and is no launch: ``run`` of ``run module load a``."""
+        statement that calls it and is no launch: ``run`` of ``run module load a``. Return the new
+        index of the statement with the index `at`."""
         for definition in self.called:
             indexes = (i for i, s in enumerate(self.statements) if calls(s, definition.defines))
             if (index := next(indexes, None)) is not None:
                 self.statements.insert(index, definition)
+                at += index <= at
+        return at
 
     def _find_reporting_functions(self) -> set[str]:
         """Return the names of functions that only print or end the script."""
@@ -368,7 +367,7 @@ class Reader(BranchReading):
             self._read_loop_over_nodes(node)
         else:
             reason = "a loop of launches: hpc-ddp sweep, or a job for each"
-            self._add(node, lost=reason if has_launch else "")
+            self._add_choices(node, reason if has_launch else "")
 
     _c_style_for_statement = _while_statement = _for_statement
 

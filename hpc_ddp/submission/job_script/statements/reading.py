@@ -6,7 +6,7 @@ import re
 import shlex
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -32,6 +32,8 @@ from hpc_ddp.submission.job_script.statements.statement import (
 OF_ARGUMENTS = "it uses the job script's own arguments"
 _OF_SHELL = ("", "set", "shift", "getopts", "eval", "trap", "return", "exit")
 
+_COMMANDS = ("command", "list", "pipeline", "redirected_statement", "negated_command", "subshell")
+
 # An empty value, and behind a blank what looks like the value: no name, and no other assignment.
 _BLANK_VALUE = re.compile(r"\b\w+=\s+(?!\w+=)(?![A-Za-z_]{1,15}(?:\s|$))[\w<\[\"'/]")
 
@@ -51,8 +53,6 @@ class Reading(ABC):
         text of a ``bash -c``
     batch_words
         words behind such a text, which the batch script expands
-    child_shells
-        each ``( … )`` and ``bash -c`` with a launch, as one statement; the index is its number
     notes
         (line, sentence) for the user
     files
@@ -69,7 +69,6 @@ class Reading(ABC):
         self.node_variables: set[str] = set()
         self.batch_variables: set[str] = set()
         self.batch_words: set[str] = set()
-        self.child_shells: list[Statement] = []
         self.open_commands: dict[str, list[Statement]] = {}
         self.files: dict[str, str] = {}
         self.notes: list[tuple[int, str]] = []
@@ -79,27 +78,54 @@ class Reading(ABC):
         self._exports_all = False  # by `set -a`
         self._move_count = 0  # of the assignments to PWD when `files` was changed
         self._shells: tuple[int, ...] = ()  # the numbers of the child shells that are being read
+        self._shell_count = 0
+        self._enclosing: tuple[Statement, ...] = ()  # the commands that are being read in parts
 
     @contextmanager
     def _child_shell(
-        self, node: Node, arguments: Sequence[Word] | None, arguments_are_set: bool
+        self, arguments: Sequence[Word] | None, arguments_are_set: bool
     ) -> Iterator[None]:
-        """Have the statements within the context read as those of a child shell, `node`, which gets
-        a number in `child_shells`. For its arguments see `Scope`. The shell's variables and
+        """Have the statements within the context read as those of a child shell, which gets a
+        number. For its arguments see `Scope`. The shell's variables and
         functions end with the context, if no error leaves it. Only `is_open` stays: if the child
         shell may have set unknown variables, it is True for the outer scope, too, since the launch
         in the child shell uses them."""
-        text = source(node).strip()
-        shell = Statement(text, self._at(node), in_task=self._place.in_task, shells=self._shells)
-        self.child_shells.append(shell)
         outer_scope = self.scope
         before = self._functions, self._exports_all, self._shells
         self.scope = outer_scope.child(arguments, arguments_are_set)
         self._functions = {**self._functions}
-        self._shells = (*self._shells, len(self.child_shells) - 1)
+        self._shells, self._shell_count = (*self._shells, self._shell_count), self._shell_count + 1
         yield
         outer_scope.is_open |= self.scope.is_open
         self.scope, (self._functions, self._exports_all, self._shells) = outer_scope, before
+
+    @contextmanager
+    def _enclose(self, node: Node) -> Iterator[None]:
+        """Have the statements within the context read as parts of the command `node`."""
+        text = source(node).strip()
+        command = Statement(text, self._at(node), in_task=self._place.in_task, shells=self._shells)
+        command.call = self._place.call
+        before, self._enclosing = self._enclosing, (*self._enclosing, command)
+        yield
+        self._enclosing = before
+        command.text = end_job(command.text, self._place.leaves)
+        self._settle_arguments(command, node)
+        command.text += " &" * _is_in_background(node)
+
+    @contextmanager
+    def _part(self, node: Node) -> Iterator[None]:
+        """Have the statements within the context read as parts of a whole if `node` is a command or
+        a list of them, or if an ``&`` stands behind it. A child shell runs ``( … )`` and a list
+        with an ``&``; it matters where a launch is in it."""
+        is_behind, is_list = _is_in_background(node), node.type == "list"
+        is_shell = node.type == "subshell" or (is_behind and is_list)
+        with ExitStack() as contexts:
+            if is_behind or node.type in _COMMANDS:
+                contexts.enter_context(self._enclose(node))
+            if is_shell and self._has_launch(node):
+                shell = self._child_shell(self.scope.arguments, self.scope.arguments_are_set)
+                contexts.enter_context(shell)
+            yield
 
     @contextmanager
     def _output_to(self, output: str) -> Iterator[None]:
@@ -134,14 +160,14 @@ class Reading(ABC):
         statement = Statement(
             text, self._at(node), in_task=self._place.in_task, shells=self._shells, **attributes
         )
-        statement.call = self._place.call
+        statement.call, statement.enclosing = self._place.call, self._enclosing
         if not (statement.name or statement.launch or statement.defines):
             self._note_files(statement, node)
             self._forget_changes(statement, node)
         if not (statement.launch or statement.defines):  # no function or loop is there in the job
             statement.text = end_job(statement.text, self._place.leaves)
-        if not (statement.launch or statement.defines or self.scope.arguments_are_set):
             self._settle_arguments(statement, node)
+            statement.text += " &" * _is_in_background(node)
         self.statements.append(statement)
         return statement
 
@@ -237,11 +263,12 @@ class Reading(ABC):
             self.open_commands[name] = before
 
     def _settle_arguments(self, statement: Statement, node: Node) -> None:
-        """Set `lost` of a statement that uses the arguments of the script or of a function. An
-        assignment, or a simple command (`node`), that does so where they are known gets their
-        values into its text."""
+        """Set `lost` of a statement that uses the arguments of the script or of a function, unless
+        the job has them. An assignment, or a simple command (`node`), that does so where they are
+        known gets their values into its text."""
         are_none = self.scope.lacks_arguments and self.scope.arguments is None
-        if not syntax.uses_arguments(statement.text, are_none):
+        uses_arguments = syntax.uses_arguments(statement.text, are_none)
+        if self.scope.arguments_are_set or not uses_arguments:
             return
         is_command = node.type == "command" and statement.text == source(node).strip()
         if self.scope.arguments is None:
@@ -274,6 +301,11 @@ class Reading(ABC):
                 statement.lines = (statement.lines[0],) * 2
                 parts[index], self._place = Part(f"${{{name}}}", is_code=True), place
         return Word(tuple(parts))
+
+
+def _is_in_background(node: Node) -> bool:
+    """Return whether an ``&`` stands behind a node."""
+    return node.next_sibling is not None and node.next_sibling.type == "&"
 
 
 def _has_words_alone(node: Node) -> bool:

@@ -68,6 +68,7 @@ _OF_LAUNCH = re.compile(
     re.I,
 )
 _BESIDE = "it runs beside the launch: setup with & at its end, or in the program"
+_SECRET = "it has what looks like a secret: pass it on with --env NAME"
 _NOTICED = "notices reach the workers, and the end of the job ends what it has started"
 _OUTSIDE = "a task runs it before it enters the container: setup, or worker-setup inside of it"
 
@@ -132,7 +133,7 @@ class Refusals:
             separate_requeue(statement, self.functions)
             line, names = f"line {statement.lines[0]}", {*statement.sets, statement.name} - {""}
             if statement.launch and not statement.lost:
-                is_beside |= statement.launch is self.launch and statement.text.endswith(" &")
+                is_beside |= statement.launch is self.launch and statement.in_background
                 continue
             is_beside &= not re.match(r"wait\b", statement.text)
             if leaves_exit_code(self._statements, self._at, index, status, keeps_code):
@@ -261,12 +262,14 @@ class Refusals:
         if is_elsewhere or statement.outer not in (None, training and training.outer):
             return "of a launch that is not taken over: setup, if needed"
         if statement.defines:
-            return ""
+            return _SECRET if looks_secret(text) else ""
         if training and is_after and (reason := self._find_shell_reason(statement, training)):
             return reason
         reason = self.find_reason(REFUSED, statement, is_after)
         is_before = not (statement.in_task or is_after)
-        deletes = ONLY_DELETES.fullmatch(self._fill_in_values(text)) or _only_tidies(text)
+        deletes = ONLY_DELETES.fullmatch(
+            self._fill_in_values(text, is_static=False)
+        ) or _only_tidies(text)
         if reason == PLACEHOLDER and statement.name and is_secret(statement.name):
             reason = ""  # it is left to the submitting shell
         if reason == DELETES and is_before and _deletes_below_missing(text):
@@ -286,7 +289,7 @@ class Refusals:
             self._at = min(self._at, index)
             reason = "it may be the launch: script = …, args = […]"
         if looks_secret(text) and not statement.name:
-            return "it has what looks like a secret: pass it on with --env NAME"
+            return _SECRET
         if is_beside and not (reason or is_settled or PRINTS.match(text)):
             return _BESIDE
         is_outside = self.launch and self.launch.enters_container and index < self._at

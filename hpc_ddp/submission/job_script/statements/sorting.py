@@ -217,7 +217,8 @@ class Sorter:
             self.result.note(statement.lines[0], reason)
         test, reason = statement.limit
         if test:
-            text = f"{test} || {{ {text}\n}}" if "<<" in text else f"{test} || {{ {text}; }}"
+            end = "\n" if re.search("<<|&$", text) else "; "
+            text = f"{test} || {{ {text}{end}}}"
             self.result.notes += [(statement.lines[0], reason)] * bool(reason)
         return text
 
@@ -303,12 +304,13 @@ class Sorter:
             return Fate(LOST, MARK.format(name))
         if statement.exported and is_option_of_step(name):
             of_job = re.sub("^SRUN_", "SLURM_", name)
-            forms = str(self._numbers.get(of_job)), f"${of_job}", f"${{{of_job}}}"
-            is_the_jobs = content in forms
+            form = rf"{self._numbers.get(of_job)}|(\w+=)?\"?\$\{{?{of_job}(:?-[^{{}}]*)?\}}?\"?"
+            is_the_jobs = any(re.fullmatch(form, text) for text in (content, statement.text))
             is_the_jobs |= (name, content) == ("SLURM_EXPORT_ENV", "ALL")
             if name == "SLURM_UNBUFFEREDIO":
                 return Fate(OURS, "the output has no buffer")
             if name.endswith("CPUS_PER_TASK") or is_the_jobs:
+                self.kept.add(name)
                 return Fate(OURS, "the step has the job's numbers, and its variables")
             if name == "SLURM_CPU_BIND" and is_known(assigned):
                 options = self.launch.settings.get("srun", []) if self.launch else []

@@ -82,9 +82,11 @@ class Statement:
     launch: Launch | None = None
     in_task: bool = False
     output: str = ""
-    around: str = ""  # the text of the list or condition around a launch
-    own_text: str = ""  # of a launch in the text of a bash -c, whose command `text` then has
+    # Commands of the script that were read in parts, of which it is one; the outermost is first.
+    enclosing: tuple[Statement, ...] = ()
+    is_step: bool = False  # a launch that is not the training: it stays bash, as a whole
     lost: str = ""
+    choices: list[Launch] = field(default_factory=list)  # of a condition or loop that is lost
     decided: str = ""
     defines: str = ""
     limit: tuple[str, str] = ("", "")  # a test that leaves the line out, and a note: `ONCE`, say
@@ -98,6 +100,11 @@ class Statement:
     outer: Launch | None = None  # around the bash -c in whose text it stands
     call: Statement | None = None  # as in its `Place`
     shells: tuple[int, ...] = ()  # the child shells that run it, each by a number of its own
+
+    @property
+    def in_background(self) -> bool:
+        """Whether an ``&`` stands behind a command that the statement is a part of."""
+        return any(command.text.endswith(" &") for command in self.enclosing)
 
     @property
     def first(self) -> str:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from hpc_ddp.submission.job_script.bash import syntax
 from hpc_ddp.submission.job_script.bash.values import Counted
 from hpc_ddp.submission.job_script.conversion import (
+    ENDED,
     FINALLY,
     PRINTS,
     STARTS_PYTHON,
@@ -61,6 +61,7 @@ def choose_launch(reader: Reader, result: Conversion) -> tuple[Launch | None, in
         lost = (i for i, s in enumerate(statements) if "launch" in s.lost)
         return None, next(lost, len(statements))
     at, chosen, training = _set_others_aside(launches, nodes)
+    _keep_choices_of_steps(statements[:at], training, nodes)
     _join_other_calls(statements, chosen)
     at = next(index for index, statement in enumerate(statements) if statement is chosen)
     early = [entry for entry in launches if not (entry[1].launch or any(entry[1].limit))]
@@ -84,7 +85,7 @@ def choose_launch(reader: Reader, result: Conversion) -> tuple[Launch | None, in
         text = f"its output is in the run's log, not in {' and '.join(files)}: hpc-ddp logs"
         result.notes += [(chosen.lines[0], text)] * bool(files)
     behind = statements[statements.index(chosen) + 1 :]
-    if chosen.text.endswith(" &") and not any(re.match(r"wait\b", s.text) for s in behind):
+    if chosen.in_background and not any(re.match(r"wait\b", s.text) for s in behind):
         text = "nothing waits for it, so that the script's job would end at once: hpc-ddp waits"
         result.note(chosen.lines[0], text)
     if text := _describe_fewer_nodes(training, nodes):
@@ -100,6 +101,15 @@ def choose_launch(reader: Reader, result: Conversion) -> tuple[Launch | None, in
         result.note(chosen.lines[0], f"{text}: {kind}")
     leave_empty(training, statements, reader.open_commands)
     return training, at
+
+
+def _keep_choices_of_steps(before: Sequence[Statement], training: Launch, nodes: int) -> None:
+    """Take back `lost` of each condition and loop `before` the `training`, on all `nodes`, all of
+    whose launches prepare it, or weigh less and do not train by their names: bash decides."""
+    for statement in (s for s in before if s.choices and not _is_partial(training, nodes)):
+        launches = (launch for launch in statement.choices if not prepares(launch))
+        if not any(_trains(step) or step.weight >= training.weight for step in launches):
+            statement.lost = ""
 
 
 def _join_other_calls(statements: list[Statement], training: Statement) -> None:
@@ -134,7 +144,9 @@ def _find_readers(statements: Sequence[Statement], files: Sequence[str]) -> dict
 def _link_to_log(launch: Statement, files: Sequence[str]) -> Statement | None:
     """Return a line before the `launch` that makes the `files` links to the run's log. None where a
     task makes one, where the launch adds to it, or where its name has other code than variables."""
-    adds = re.search(r">>|\btee\s+(-a|--append)", launch.around or launch.text)
+    adds = re.search(
+        r">>|\btee\s+(-a|--append)", "\n".join(command.text for command in launch.enclosing)
+    )
     if adds or launch.in_task or not all(re.fullmatch(r'("?)[\w./${}:-]+\1', f) for f in files):
         return None
     lines = (f'ln -sf "$HPC_DDP_RUN/logs/slurm.out" {file}' for file in files)
@@ -167,9 +179,9 @@ def _set_others_aside(launches: list[Entry], nodes: int) -> Entry:
         is_preparation = entry not in complete or entry in candidates[:count]
         is_plain = index < training[0] and complete and is_preparation
         if is_plain or (entry in aside and counted is not launches):
-            _make_plain(statement, training[1])
+            _make_plain(statement)
         elif index > training[0] and _ends_run(launch, words, training[2]):
-            _make_plain(statement, training[1])
+            _make_plain(statement)
             statement.limit = FINALLY
         elif statement is not training[1]:
             statement.lost = "a second launch: a job has one; submit this one as its own job"
@@ -233,25 +245,45 @@ def _remove_launch_of_first_node(reader: Reader) -> None:
         at = reader.statements.index(statement)
         # Empty where the loop comes first.
         between = reader.statements[at : reader.statements.index(in_loops[0])]
-        if any(part.name for part in between) or (between and not statement.text.endswith(" &")):
+        if any(part.name for part in between) or (between and not statement.in_background):
             continue  # the loop's launches have other variables, or start after it has ended
         for removed in [statement, *(s for s in between if s.first == "sleep")]:
             for line in range(removed.lines[0], removed.lines[1] + 1):
                 reader.resolved[line] = TAKEN, "the first node's launch: hpc-ddp starts all nodes"
             reader.statements.remove(removed)
         if not between:  # the removed launch was the last, and the script waited for its end
-            in_loops[0].text = in_loops[0].text.removesuffix(" &")
+            in_loops[0].enclosing = ()
 
 
-def _make_plain(statement: Statement, training: Statement | None = None) -> None:
-    """Make a launch a plain command: `launch` of its statement becomes None, and its text that of
-    the list or condition around it; in the same ``bash -c`` as the `training` its own. In a
-    function the text gets the words of the call in place of ``$1`` and the like."""
-    is_beside = training and statement.outer and statement.outer is training.outer
-    own_text = statement.own_text if is_beside else ""
-    statement.launch, statement.text = None, own_text or statement.around or statement.text
-    if syntax.uses_arguments(statement.text):
-        statement.text = " ".join(word.as_bash() for word in statement.words)
+def _make_plain(statement: Statement) -> None:
+    """Make a launch a plain command, which `join_parts` gives its text."""
+    statement.launch, statement.is_step = None, True
+
+
+def join_parts(reader: Reader, at: int) -> int:
+    """Replace the statements of each command that was read in parts, and in which a step but no
+    launch is left (`choose_launch`), by the one statement that the command is: ``(cd a && python
+    prepare.py) &``. A statement that asks for the exit code of a step is joined to it. `at` is the
+    index of a statement; return the new one."""
+    before = reader.statements
+    of_launches = {id(command) for s in before if s.launch for command in s.enclosing}
+    of_steps = {id(command) for s in before if s.is_step for command in s.enclosing} - of_launches
+    statements, index = list[Statement](), at
+    for number, part in enumerate(before):
+        steps = (command for command in part.enclosing if id(command) in of_steps)
+        statement = next(steps, part)
+        if part.asks and statement is part and statements[-1:] and statements[-1].is_step:
+            statements[-1].text = part.text.replace(ENDED, statements[-1].text)
+            continue
+        if statement is not part:
+            statement.is_step |= part.is_step
+            statement.sets |= {part.name, *part.sets} - {""}
+            statement.lost, statement.limit = statement.lost or part.lost, part.limit
+        if not statements or statements[-1] is not statement:
+            statements.append(statement)
+        index = len(statements) - 1 if number == at else index
+    reader.statements = statements
+    return min(index, len(statements))
 
 
 def _trains(launch: Launch) -> bool:

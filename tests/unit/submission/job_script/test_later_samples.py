@@ -576,3 +576,91 @@ def test_a_pattern_that_stands_in_the_launch_is_used_there() -> None:
 def test_the_path_of_the_script_is_another_one_in_the_job(name: str) -> None:
     notes = str(of_text(f'export S="$(dirname "${name}")"', TRAIN).notes)
     assert "is the batch script of hpc-ddp there" in notes
+
+
+NODES = "#SBATCH --nodes=2 --gpus-per-node=2"
+TORCHRUN = "torchrun --nnodes=2 --nproc_per_node=2"
+
+
+@pytest.mark.parametrize(
+    ("lines", "settings"),
+    [
+        # Code behind an option's name.
+        (('srun --cpu-bind="$(f)" python train.py',),
+         {"srun": ["--cpu-bind=$ARGUMENTS_1"], "setup": ['ARGUMENTS_1="$(f)"']}),
+        # A deletion counts by the value of its variable.
+        (("export D=$HOME/x/e", "rm -rf $D", TRAIN),
+         {"setup": ['[ "${HPC_DDP_FIRST_START-}" != yes ] || { rm -rf $D; }']}),
+        # The launcher is a default, which a file may change.
+        (("source e.sh", 'R="${R:-srun}"', '"$R" uv run python train.py a'),
+         {"script": "uv", "args": ["run", "python", "train.py", "a"], "launcher": "srun"}),
+        (("source e.sh", "R=${R:-srun}", "$R python train.py"), {"script": "train.py"}),
+        # The length of a list of nodes, of which head takes ten.
+        (("N=($(scontrol show hostnames | head))", "if (( ${#N[@]} > 1 )); then", "cp a b",
+          f"{TRAIN} a", "else", "cp c d", "python train.py a", "fi"), {"setup": ["cp a b"]}),
+        # A manager in front of the step starts each task's program.
+        (("uv run --env-file=.env -- srun python -m train a",),
+         {"script": "uv", "args": ["run", "--env-file=.env", "--", "python", "-m", "train", "a"]}),
+        # A number that is cut out of Slurm's of the node's GPUs.
+        (('N=$(echo "$SLURM_GPUS_PER_NODE" | sed "s/.*://")', f"{TORCHRUN[:-1]}$N train.py"),
+         {"nproc-per-node": None, "script": "train.py"}),
+        # A placeholder takes no other words with it.
+        (('P="<PATH>/a.py"', f"srun {TORCHRUN} $P --a 5"), {"args": ["--a", "5"], "script": None}),
+        ((f"srun {TORCHRUN} a.py --d /d/<NAME> --a 5",), {"args": ["--a", "5"]}),
+        ((f"C='{TORCHRUN} a.py --d /d/<NAME> --a 5'", 'srun bash -c "$C"'), {"args": ["--a", "5"]}),
+        # A program in the image, by the folder of its task.
+        ((f"srun singularity exec i.sif bash -c 'cd /opt/x; {TORCHRUN} a.py'",),
+         {"script": "python3", "args": ["a.py"], "node-setup": ["cd /opt/x"]}),
+    ],
+)  # fmt: skip
+def test_words_of_the_nineteenth_sample(lines: tuple[str, ...], settings: dict[str, Any]) -> None:
+    found = of_text(NODES, *lines).settings()
+    assert {key: found.get(key) for key in settings} == settings
+
+
+@pytest.mark.parametrize(
+    ("lines", "note"),
+    [
+        (("source e.sh", "R=${R:-srun}", "$R python a.py"), "$R: taken as srun"),
+        ((f"srun python -m torch.distributed.launch {TORCHRUN[9:]} a.py",), "--local_rank: from"),
+        (("N=`echo $SLURM_GPUS_ON_NODE|tr -d x`", f"srun {TORCHRUN[:-1]}$N a.py"),
+         "torchrun --nproc-per-node: taken to be the number of a node's GPUs"),
+        ((f"srun singularity exec i.sif bash -c 'cd /opt/x; {TORCHRUN} a.py'",),
+         "a.py: only the job knows its folder"),
+        (("srun idr_accelerate a.py",), "idr_accelerate starts a launcher of its own"),
+    ],
+)  # fmt: skip
+def test_what_is_taken_so_is_noted(lines: tuple[str, ...], note: str) -> None:
+    assert any(text.startswith(note) for _, text in of_text(NODES, *lines).notes)
+
+
+def test_a_tool_that_starts_itself_by_a_launcher_is_the_program() -> None:
+    line = "oumi distributed torchrun -m oumi train -c c.yaml"
+    settings = of_text("#SBATCH -N 1", line).settings()
+    assert [settings["script"], *settings["args"]] == line.split()
+
+
+def test_a_variable_of_the_job_with_a_default_is_the_jobs() -> None:
+    line = 'export SLURM_JOB_ID="${SLURM_JOB_ID:-local}"'
+    conversion = of_text(NODES, line, f"{TRAIN} $SLURM_JOB_ID")
+    assert conversion.group(3)[0] == OURS
+    assert "not taken over" not in str(conversion.notes)
+
+
+@pytest.mark.parametrize("line", ["D=${D:?set D, as /path/to/data}", 'echo "no /path/to/data"'])
+def test_a_path_of_a_message_is_no_placeholder(line: str) -> None:
+    notes = of_text(NODES, "source e.sh", line, f"{TRAIN} $D").notes
+    assert "looks like a placeholder" not in str(notes)
+
+
+def test_a_blank_number_of_workers_is_named_so() -> None:
+    conversion = of_text(NODES, f"srun {TORCHRUN[:-1]}<GPUS> a.py")
+    assert "--nproc-per-node: a placeholder" in conversion.group(3)[1] + str(conversion.marks)
+
+
+@pytest.mark.parametrize("command", ["python prepare.py", "srun python prepare.py", "ls"])
+def test_a_secret_in_a_function_is_not_written(command: str) -> None:
+    line = f"f() {{ export HF_TOKEN=abcdef12345; {command}; }}"
+    conversion = of_text(NODES, line, "f", f"srun {TORCHRUN} a.py")
+    assert "abcdef12345" not in str(conversion.settings())
+    assert conversion.group(3)[0] == conversion.group(4)[0] == LOST

@@ -196,7 +196,7 @@ def test_an_exit_code_that_no_line_needs_is_left_out(tmp_path: Path, lines: str)
         (("if ! python prepare.py; then exit 1; fi", RUN), "train.py",
          ["if ! python prepare.py; then exit 1; fi"]),
         (('prep() { python prepare.py --d "$1"; }', "prep a", "prep 'b c'", RUN), "train.py",
-         ["python prepare.py --d a", "python prepare.py --d 'b c'"]),
+         ['prep() { python prepare.py --d "$1"; }', "prep a", "prep 'b c'"]),
     ],
 )  # fmt: skip
 def test_a_preparation_is_told_by_its_name(
@@ -340,3 +340,23 @@ def test_variables_of_slurm_in_conditions(test: str, args: list[str]) -> None:
     text = "\n".join(("#!/bin/bash", *lines, "srun python train.py $A")) + "\n"
     settings = convert(text, Path("/w"), Path("/w")).settings()
     assert settings["args"] == args
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        "[ -e d ] || srun -n1 python prepare.py",
+        "[ -e d ] || srun -n1 bash -c 'cd d; ./get.sh'",
+        "if [ -e d ]; then\n  srun -n1 bash -c 'timeout 5 a' > log &\nfi",
+        'for i in a b; do srun -n1 bash -c "timeout 5 $i" > log & done',
+    ],
+)
+def test_a_condition_of_steps_stays_bash(lines: str, tmp_path: Path) -> None:
+    settings = of_text(tmp_path, f"{lines}\nsrun torchrun train.py\n").settings()
+    assert (settings["script"], settings["setup"]) == ("train.py", [lines])
+
+
+@pytest.mark.parametrize("step", ["torchrun a.py", "python train.py --lr 1"])
+def test_a_condition_that_may_train_is_named(step: str, tmp_path: Path) -> None:
+    conversion = of_text(tmp_path, f"[ -e d ] || srun {step}\nsrun torchrun train.py\n")
+    assert conversion.group(3)[0] == LOST

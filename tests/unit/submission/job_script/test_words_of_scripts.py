@@ -1168,9 +1168,42 @@ def test_a_command_in_front_of_the_launch_ends_the_job_where_it_fails(command: s
         "srun bash -c 'python prep.py' > log",
         "srun -n1 bash -c 'python prep.py' && touch done",
         "srun -n1 bash -c 'python prep.py' |& tee log",
+        "srun bash -c 'timeout 5 a' && srun bash -c 'timeout 5 b'",
+        "cd x && srun bash -c 'timeout 5 a' > log &",
+        "if ! srun -n1 bash -c 'python check.py'; then echo bad; exit 1; fi",
+        "if ! singularity exec i.sif bash -c 'python check.py'; then exit 1; fi",
+        "srun -N1 -n1 singularity exec i.sif bash -c 'cd d && python prep.py'",
+        "(cd a && srun bash -c 'timeout 5 a') > log 2>&1 &",
+        "{ srun bash -c 'timeout 5 a'; srun bash -c 'timeout 5 b'; } &",
     ],
 )
 def test_a_step_before_the_launch_is_a_whole_line(line: str) -> None:
     """Without its ``&`` the set-up lines waited for it for ever."""
     launch = "srun torchrun --nnodes=2 --nproc_per_node=2 train.py"
     assert of_text(line, launch).lists["setup"] == [(line, 3)]
+
+
+def test_a_step_of_a_function_in_the_background_stays_its_call() -> None:
+    function, launch = "f() { srun bash -c 'timeout 5 a' > log; date; }", "srun torchrun a.py"
+    assert of_text(function, "f &", launch).lists["setup"] == [(function, 3), ("f &", 4)]
+
+
+def test_a_function_that_prepares_the_training_stays_its_call() -> None:
+    """Its ``return`` ends the function, and not the job."""
+    function = "prep() { [ -e d ] && return 0; python prepare.py; }"
+    assert of_text(function, "prep", TRAIN).lists["setup"] == [(function, 3), ("prep", 4)]
+
+
+def test_a_list_in_the_background_moves_no_other_line() -> None:
+    settings = of_text("cd x && srun bash -c 'timeout 5 a' &", "srun torchrun a.py").settings()
+    assert settings["script"] == "a.py"
+
+
+def test_what_follows_a_step_behind_the_launch_stays_with_it() -> None:
+    settings = of_text("srun python a.py && srun python eval.py && touch done").settings()
+    assert "srun python eval.py && touch done" in settings["teardown"][0]
+
+
+def test_a_step_in_the_training_function_gets_the_words_of_the_call() -> None:
+    lines = "run() {", 'srun -n1 bash -c "python prep.py $1" &', "srun torchrun a.py", "}", "run x"
+    assert of_text(*lines).lists["setup"] == [("srun -n1 bash -c 'python prep.py x' &", 4)]
