@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import pytest
 from hpc_ddp.core.journal.goodput import account
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.core.run_index import all_runs
+from hpc_ddp.node.dry_run import AGAIN_S
 from tests.children import start_child
 from tests.command_line import call_here
 from tests.devices import DEVICE, device_env
@@ -230,7 +232,7 @@ time.sleep(600)
 
 
 @pytest.mark.parametrize("launcher", ["srun", pytest.param("torchrun", marks=pytest.mark.more)])
-def test_who_asks_twice_is_obeyed(tmp_path: Path, launcher: str) -> None:
+def test_a_second_signal_kills_the_workers(tmp_path: Path, launcher: str) -> None:
     (tmp_path / "deaf.py").write_text(DEAF)
     job = DryRun(tmp_path / "runs", "--launcher", launcher, str(tmp_path / "deaf.py"))
     wait_until(
@@ -242,8 +244,10 @@ def test_who_asks_twice_is_obeyed(tmp_path: Path, launcher: str) -> None:
     job.process.send_signal(signal.SIGTERM)
     job.until("notice")
     assert job.process.poll() is None
+    time.sleep(AGAIN_S)  # a signal that comes sooner counts as the same one
     job.process.send_signal(signal.SIGTERM)
     assert job.end() == 75, job.printed()
+    assert "a second signal: the workers are killed" in job.printed()
     wait_until(lambda: not Path(f"/proc/{pid_in(path)}").exists(), "the worker's end")
 
 
