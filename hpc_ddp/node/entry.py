@@ -8,6 +8,7 @@ import contextlib
 import importlib
 import os
 import signal
+import stat
 import sys
 
 
@@ -57,7 +58,7 @@ if __name__ == "__main__":
     sys.path.insert(place - 1, sys.path.pop(0))
     if sys.argv[1] == "batch":  # Slurm may signal all processes at a preemption, or a requeue
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    # Of the batch script: the number of its tries, and a file for the word that this one succeeds.
+    # Of the batch script: the number of its tries, and a pipe for the word that this one succeeds.
     number, loaded = (os.environ.pop(f"HPC_DDP_{name}", "") for name in ("TRY", "LOADED"))
     try:
         part = importlib.import_module(f"hpc_ddp.node.{sys.argv[1]}")
@@ -68,8 +69,10 @@ if __name__ == "__main__":
             print(f"hpc-ddp: its part can't be loaded yet: {error}", file=sys.stderr)
         sys.exit(111)  # the disk is away: the batch script calls again
     if loaded:
-        with contextlib.suppress(OSError), open(loaded, "w") as file:  # the node's /tmp may be full
-            file.write("yes")
+        with contextlib.suppress(OSError):  # a Python that is a wrapper may not have it
+            if stat.S_ISFIFO(os.fstat(int(loaded)).st_mode):
+                os.write(int(loaded), b"yes")
+                os.close(int(loaded))
     outcome = part.main(sys.argv[2:])
     if isinstance(outcome, int):
         sys.exit(outcome)

@@ -120,7 +120,11 @@ def test_a_call_of_the_batch_script_lives_through_slurms_sigterm(tmp_path: Path)
     (lib / "node.py").write_text(ENTRY.read_text())
     text = "import os, signal\ndef main(words): os.kill(os.getpid(), signal.SIGTERM); return 7\n"
     (lib / "hpc_ddp/node/batch.py").write_text(text)
-    env = {**os.environ, "HPC_DDP_LOADED": str(tmp_path / "loaded")}
+    reading, writing = os.pipe()
+    env = {**os.environ, "HPC_DDP_LOADED": str(writing)}
     words = [sys.executable, str(lib / "node.py"), "batch", "watch"]
-    assert subprocess.run(words, env=env).returncode == 7
-    assert (tmp_path / "loaded").read_text() == "yes"  # so that it is not called again
+    assert subprocess.run(words, env=env, pass_fds=(writing,)).returncode == 7
+    assert os.read(reading, 9) == b"yes"  # so that it is not called again
+    assert subprocess.run(words, env=env).returncode == 7  # of a wrapper that closes it
+    os.close(reading)
+    os.close(writing)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -100,13 +101,15 @@ def test_a_part_that_could_not_be_loaded_is_called_again(
 
 
 def test_a_part_that_has_begun_is_called_once(tmp_path: Path) -> None:
-    """A worker that SIGTERM had ended gives its code, 143, to the verdict: it came each second."""
+    """A worker that SIGTERM had ended gives its code, 143, to the verdict: it came each second.
+    Also on a node without a TMPDIR."""
     text = f"""
-        part() {{ echo x >>{tmp_path}/count; echo yes >"$HPC_DDP_LOADED"; return 143; }}
+        part() {{ echo x >>{tmp_path}/count; echo yes >&"$HPC_DDP_LOADED"; return 143; }}
         _node_side=(part) _node=/dev/null
         _run_part batch verdict
     """
     script = _functions("_end_of_wait", "_await", "_run_part")
-    done = subprocess.run(["bash", "-c", script + text], capture_output=True, text=True)
-    assert done.returncode == 143, done.stderr
+    env = {**os.environ, "TMPDIR": str(tmp_path / "none")}
+    done = subprocess.run(["bash", "-c", script + text], env=env, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (143, "")
     assert (tmp_path / "count").read_text() == "x\n"

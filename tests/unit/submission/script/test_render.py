@@ -632,3 +632,11 @@ def test_a_teardown_ends_with_all_that_it_has_started() -> None:
     assert "the teardown has had its 1 s" in played.stderr
     pid = int(played.stdout)
     wait_until(lambda: not _sleeps(pid), "the end of sleep")
+
+
+def test_the_batch_script_names_a_task_to_slurm_by_its_own_id() -> None:
+    """The last task's SLURM_JOB_ID is that of the whole array, whose other tasks began anew."""
+    id_of_task = '"${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"'
+    for changes, job in (({}, '"$SLURM_JOB_ID"'), ({"array": "0-2"}, id_of_task)):
+        names = re.findall(r"^ *(?:scontrol|scancel) \w+ (.+)", _render(**changes).text(), re.M)
+        assert names == [job]
