@@ -66,8 +66,6 @@ class RunFolder:
     # job the next job that it has queued.
     early_links = PathIn("early-links.json")
     vain_jobs = PathIn("vain-jobs.json")
-    # By a node's name the unix times at which set-up lines that have worked before failed on it.
-    vain_nodes = PathIn("vain-nodes.json")
     # By a job's id the unix time before which it is not to start, until Slurm has taken that.
     pauses = PathIn("pauses.json")
     # The note by which a start that Slurm has not accepted is undone.
@@ -147,6 +145,12 @@ class RunFolder:
         ``2 starts came to nothing: its output says why``; '' for none."""
         count = sum(n for n in read_json(self.vain_jobs).values() if isinstance(n, int))
         return f"{plural(count, 'start')} came to nothing: its output says why" if count else ""
+
+    @property
+    def vain_nodes(self) -> Path:
+        """The file of the run, or of its array, with the unix times at which starts that had worked
+        before failed on a node, by the node's name."""
+        return self.whole / "vain-nodes.json"
 
     @property
     def slurm_out(self) -> Path:

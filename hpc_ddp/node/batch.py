@@ -148,16 +148,22 @@ def _begin(environ: dict[str, str]) -> dict[str, str] | None:
         patiently(partial(attempt.notice.write_text, NoticeSource.PREEMPTION))
     end = end_of(job)
     env = attempt_env(run, attempt, len(nodes), None if end == math.inf else end, spec)
-    values = replace(
+    env = replace(
         env,
         restarts=restarts,
         head=reachable_name(nodes, 0, spec.host_suffix),
         port=free_port(first_port(job_id, env.run)),
         cpus=_check_cpus(spec, environ),
-    ).to_env()
-    starts = attempt.number - env.first_attempt
-    values |= patiently(partial(first_job.variables, run, starts, environ))
-    return values | tracker_env(run, environ, env.first_attempt)
+    )
+    return _variables(run, env, environ)
+
+
+def _variables(run: RunFolder, env: AttemptEnv, environ: dict[str, str]) -> dict[str, str]:
+    """Return all variables of an attempt of `run`: those of `env`, `first_job.variables` and
+    `tracker_env`. Raise as these do."""
+    starts = env.attempt - env.first_attempt
+    values = patiently(partial(first_job.variables, run, starts, environ))
+    return env.to_env() | values | tracker_env(run, environ, env.first_attempt)
 
 
 def _check_cpus(spec: JobSpec, environ: dict[str, str]) -> int:
@@ -267,17 +273,22 @@ def plan_teardown(environ: dict[str, str]) -> str:
 
 def lines_of_no_attempt(environ: dict[str, str]) -> str:
     """Return the bash lines of a job that starts no attempt: it ends with 0, after the teardown of
-    a finished run if that was cut off, by a preemption or the time; where it is cut off again, the
-    job goes on again. Raise OSError and UsageError where job.json can't be read."""
+    a finished run if that was cut off, by a preemption or the time, with the variables of the last
+    attempt; where it is cut off again, the job goes on again. Raise OSError and UsageError where
+    job.json can't be read."""
     run = run_of_job(environ)
-    teardown = JobSpec.from_json(run.job_json.read_bytes()).teardown
-    if not run.lacks_teardown(teardown):
+    spec = JobSpec.from_json(run.job_json.read_bytes())
+    if not run.lacks_teardown(spec.teardown):
         return "exit 0"
     say("the run is finished; its teardown was cut off, and is run again")
     end = end_of(ask_about_job(environ["SLURM_JOB_ID"])) or math.inf
+    end_time = None if end == math.inf else end
+    nodes = int(environ.get("SLURM_NNODES", "1"))
+    env = attempt_env(run, run.attempts()[-1], nodes, end_time, spec)
+    values = {**_variables(run, env, environ), "HPC_DDP_VERDICT": "finished"}
     seconds = int(max(1, min(end - VERDICT_S - time.time(), MONTH_S)))
     cut_off = '[ -z "$_sigterm$_cut_off" ] || _run_part batch cut-off'
-    return f"export HPC_DDP_VERDICT=finished\n_tear_down {seconds}\n{cut_off}\nexit 0"
+    return f"{export_lines(values)}\n_tear_down {seconds}\n{cut_off}\nexit 0"
 
 
 def main(argv: list[str]) -> int:

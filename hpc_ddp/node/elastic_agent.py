@@ -229,7 +229,7 @@ def launch(
     count_rounds()
     hosts = [place.host_of(index) for index in range(len(place.nodes))]
     secret = patiently(place.attempt.secret.read_bytes)
-    if config.min_nodes < config.max_nodes:
+    if "last_call_timeout" in config.rdzv_configs:  # elastic, also where it has its least nodes
         elastic_rendezvous.patch_torchrun(hosts, secret)
         # Each agent computes the ranks from the order of the nodes. Without this all agents would
         # wait, for the read timeout, for the numbers of a node that was lost after its join.

@@ -22,6 +22,8 @@ from hpc_ddp.node.net.fixed_rendezvous import FORGED, close_when_done
 # How long a restart without a lost node waits for the last of the other nodes. They end their
 # workers first, which takes 2 s where these are torn down.
 LAST_CALL_S = 15
+# How long it waits for the least number of nodes: a node that Slurm has taken out never comes back.
+JOIN_AGAIN_S = 60
 
 
 def patch_torchrun(hosts: Sequence[str], secret: bytes) -> None:
@@ -122,10 +124,12 @@ def count_lost_nodes() -> None:
 
     def join_and_count(self: Any) -> Any:
         """Join the next rendezvous, and return what torchrun does; note its size and its number.
-        Later rendezvous wait `LAST_CALL_S` for the last nodes, and not as long as the first."""
+        Later rendezvous wait `LAST_CALL_S` for the last nodes, and `JOIN_AGAIN_S` for the least
+        number, and not as long as the first."""
         joined = join(self)
         self.joined, self.joined_round = joined.world_size, self._state_holder.state.round
         self._settings.timeout._last_call = timedelta(seconds=LAST_CALL_S)
+        self._settings.timeout._join = timedelta(seconds=JOIN_AGAIN_S)
         return joined
 
     Handler.num_nodes_waiting = count_waiting_or_lost  # type: ignore[method-assign]

@@ -40,7 +40,8 @@ _ABORTED = re.compile(  # but for the lines of a C++ stack, which name the watch
 _OF_DEVICE = re.compile(r"(?:CUDA|HIP) error: (?!.*(?:CUDA|HIP) error: ).*")
 # An error that the machine makes, and no script: of a disk (EIO, ENXIO, ENODEV, ENOTCONN,
 # ESHUTDOWN, ESTALE; of the node's own also ENOSPC, EROFS and EUCLEAN), of an accelerator that has
-# failed or is not there, or of its driver.
+# failed or is not there, or of its driver; or of memory of the node, or of an accelerator, that
+# another process holds.
 _OF_MACHINE = re.compile(
     r"\[Errno (?:5|6|19|107|108|116)\]"
     r"|\[Errno (?:28|30|117)\][^']*'/(?:tmp|var/tmp|dev/shm|local\w*)/"
@@ -50,6 +51,8 @@ _OF_MACHINE = re.compile(
     r"|device\(s\) is/are busy or unavailable|(?:CUDA|HIP) unknown error"
     r"|[Ff]ound no \w+ driver|[Dd]river/library version mismatch|NVML/RM version mismatch"
     r"|unsupported display driver|forward compatibility was attempted|system not yet initialized"
+    r"|Process \d+ has [\d.]+ \w+ memory in use|out of shared memory"
+    r"|file </torch_\w+>[^:]*: No space left|shared memory \w+ </\w+>[^:]*: No space left"
 )
 # As faulthandler prints it for a fatal signal: where the thread was that got it.
 _CRASHED = re.compile(r"^Current thread .*:\n\s+(File .*)", re.M)

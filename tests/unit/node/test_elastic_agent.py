@@ -127,13 +127,16 @@ ATTEMPT = {
     "HPC_DDP_HOST_SUFFIX": "-ib",
 }
 
+ELASTIC = ["--rdzv-conf=join_timeout=600,last_call_timeout=120"]
 TORCHRUN = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--rdzv-id=7"]
 
 
 @pytest.mark.parametrize(
     ("options", "is_elastic", "shares"),
     [
-        (["--nnodes=1:2", "--max-restarts=3"], True, "1"),
+        ([*ELASTIC, "--nnodes=1:2", "--max-restarts=3"], True, "1"),
+        # With its least number it is elastic, too: Slurm ends no step of it for a lost node.
+        ([*ELASTIC, "--nnodes=2:2", "--max-restarts=3"], True, "1"),
         (["--nnodes=2", "--max-restarts=0"], False, ""),
     ],
 )

@@ -13,7 +13,7 @@ from hpc_ddp.core.journal.enums import Action, Cause
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node.outcome.attempt_facts import AttemptFacts
 from hpc_ddp.node.outcome.requeue.chain import leave_to_the_user, own_id
-from hpc_ddp.node.outcome.requeue.excluded_nodes import exclusion_of
+from hpc_ddp.node.outcome.requeue.excluded_nodes import exclusion_of, note_vain_node
 from hpc_ddp.node.outcome.requeue.first_job import RESTARTS
 from hpc_ddp.node.outcome.requeue.job_change import change_job
 from hpc_ddp.node.outcome.requeue.next_start import (
@@ -72,8 +72,9 @@ def carry_out_verdict(
 ) -> int:
     """Carry out a verdict: have the run go on (`go_on`), or print how the user goes on; where the
     verdict ends it, cancel a chain's next job; keep a job that Slurm itself has requeued off bad
-    nodes. Return the batch script's exit code: 0 if the run goes on, `CAN_GO_ON` if only the user
-    can continue it, else the verdict's own code.
+    nodes; note the node of a failure without progress (`note_vain_node`). Return the batch script's
+    exit code: 0 if the run goes on, `CAN_GO_ON` if only the user can continue it, else the
+    verdict's own code.
 
     A silent Slurm is waited for until `last_moment`; its refusals are printed. Raises OSError if
     the run's folder can't be read or written, KeyError outside of a job.
@@ -90,6 +91,9 @@ def carry_out_verdict(
         if INTERACTIVE in environ:  # an allocation is no batch job: nothing to requeue
             say(f"go on with: hpc-ddp submit --backend salloc --run {run.quoted}")
             return CAN_GO_ON
+        has_worked = facts.worked_attempts - {facts.attempt}
+        if verdict.cause == Cause.FAILED and facts.failure and has_worked and not facts.progress:
+            note_vain_node(run, facts.failure.node)
         return go_on(start, facts.job)
     if verdict.cause != Cause.SUPERSEDED and link and INTERACTIVE not in environ:
         try:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 import time
+from contextlib import suppress
 
 from hpc_ddp import slurm
 from hpc_ddp.core.console.terminal import say
 from hpc_ddp.core.errors import HpcDdpError
-from hpc_ddp.core.file_io import read_json
+from hpc_ddp.core.file_io import read_json, write_json
 from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.job.task_folder import job_folder
 from hpc_ddp.core.journal.events import JournalEvent, VerdictGiven
@@ -82,6 +83,15 @@ def excluded_nodes(run: RunFolder, job_id: str, give_up: float | None = None) ->
     return nodes
 
 
+def note_vain_node(run: RunFolder, node: str) -> None:
+    """Note that a start which has worked before has failed on a node, for all tasks of an array:
+    after a second time `excluded_nodes` counts the node as bad. Nothing is noted where the disk
+    refuses."""
+    with suppress(OSError):
+        nodes = read_json(run.vain_nodes)
+        write_json(run.vain_nodes, {**nodes, node: [*nodes.get(node, []), time.time()]})
+
+
 def _requests_in(text: str) -> dict[str, str]:
     """Return what a job asks for now, by which nodes it may have, by the names in `text`, that of
     `scontrol show job`: its user may have moved the job to another partition."""
@@ -125,7 +135,7 @@ def _has_other_nodes(
 
 def _bad_nodes(run: RunFolder, events: list[JournalEvent], since: float) -> list[str]:
     """Return the nodes, sorted, that verdicts after the time `since`, in unix seconds, blame, and
-    those on which set-up lines that had worked before have failed twice."""
+    those on which starts that had worked before have failed twice (`note_vain_node`)."""
     verdicts = [event for event in events if isinstance(event, VerdictGiven) and event.time > since]
     blamed = {node for verdict in verdicts for node in verdict.bad_nodes}
     times_by_node = read_json(run.vain_nodes).items()

@@ -9,7 +9,6 @@ import math
 import socket
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,13 +16,14 @@ from pathlib import Path
 from hpc_ddp.core.attempt_env import AWAY_S, INTERACTIVE
 from hpc_ddp.core.console.terminal import answer, say
 from hpc_ddp.core.errors import HpcDdpError
-from hpc_ddp.core.file_io import patiently, read_json, write_json
+from hpc_ddp.core.file_io import patiently, read_json
 from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.job.task_folder import run_of_job
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node.outcome.bounds import PAUSES_S
 from hpc_ddp.node.outcome.requeue.attempt_end import noted_restarts
 from hpc_ddp.node.outcome.requeue.chain import leave_to_the_user, own_id, record_vain_start
+from hpc_ddp.node.outcome.requeue.excluded_nodes import note_vain_node
 from hpc_ddp.node.outcome.requeue.next_start import VERDICT_S, EndedStart, ask_about_job, go_on
 
 LAST_S = 60.0  # of a pause, in which a start is not put off
@@ -52,30 +52,22 @@ def go_on_after_cut_off(environ: dict[str, str]) -> int:
 
 
 def go_on_after_failed_setup(environ: dict[str, str], code: int) -> int:
-    """Return the exit code for a job whose set-up lines have ended with `code`, which is not 0. In
-    a run that has had an attempt the lines have worked before: what they lack, data or room on a
-    disk, may come back, so the run goes on (`_start_again`), and the code is 0 if it does. Else it
-    is `code`, as in an allocation."""
+    """Return the exit code for a job whose set-up lines have ended with `code`, which is not 0.
+    Where the run, or a task of its array, has had an attempt the lines have worked before: what
+    they lack, data or room on a disk, may come back, so the run goes on (`_start_again`), and the
+    code is 0 if it does. Else it is `code`, as in an allocation."""
     try:
-        has_worked = bool(run_of_job(environ, makes=False).attempts())
+        run = run_of_job(environ, makes=False)
+        parts = (run, *(RunFolder(run.whole).tasks() if run.is_task else ()))
+        has_worked = any(part.attempts() for part in parts)
     except OSError:
         has_worked = False
     if INTERACTIVE in environ or not has_worked:
         say(f"the set-up lines have ended the job, with code {code}: nothing was started")
         return code
     say(f"the set-up lines have ended with code {code}; in an earlier start they did not")
-    _note_node(environ)
+    note_vain_node(run, environ.get("SLURMD_NODENAME", socket.gethostname()))
     return 0 if _start_again(environ, PAUSES_S) == 0 else code
-
-
-def _note_node(environ: dict[str, str]) -> None:
-    """Note that set-up lines have failed on this node: after a second time it counts as bad
-    (`excluded_nodes`). Nothing is noted where the disk refuses."""
-    with suppress(OSError):
-        file = run_of_job(environ, makes=False).vain_nodes
-        nodes = read_json(file)
-        node = environ.get("SLURMD_NODENAME", socket.gethostname())
-        write_json(file, {**nodes, node: [*nodes.get(node, []), time.time()]})
 
 
 def keep_pause(environ: dict[str, str]) -> bool:

@@ -372,21 +372,28 @@ def test_a_start_waits_for_its_disk(
     assert len(clock.slept) == 2
 
 
+@pytest.mark.parametrize("is_task", [False, True])
 def test_a_teardown_that_was_cut_off_is_run_again(
-    controller: Slurm, run: RunFolder, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    controller: Slurm, run: RunFolder, is_task: bool
 ) -> None:
-    """As by a preemption after the training has finished."""
-    write_spec(run, teardown=("cp -r a b",))
+    """As by a preemption after the training has finished. An array's tasks had the array's folder
+    in HPC_DDP_RUN, and marked the array."""
+    write_spec(run, teardown=("cp -r a b",), array="0-1" if is_task else None)
     environ = job_environ(run)
+    if is_task:
+        environ |= {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1"}
+    run = run_of_job(environ)
+    run.claim_attempt({}, lambda identity: False)
     assert batch.lines_of_no_attempt(environ) == "exit 0"  # the run is not finished
     run.journal("rank-0").write(raw("finished", step=1))
     parts = (
-        '_sigterm=; _tear_down() { echo "$HPC_DDP_VERDICT $1"; _sigterm=$SIGNAL; }',
+        '_tear_down() { echo "$HPC_DDP_RUN $HPC_DDP_VERDICT $1"; _sigterm=$SIGNAL; }',
         '_run_part() { echo "$*"; }',
         batch.lines_of_no_attempt(environ),
         "echo not here",
     )
-    for name, printed in (("", "finished 980\n"), ("yes", "finished 980\nbatch cut-off\n")):
+    line = f"{run.path} finished 980\n"
+    for name, printed in (("", line), ("yes", f"{line}batch cut-off\n")):
         argv = ["bash", "-c", "\n".join(parts)]
         played = subprocess.run(argv, env={"SIGNAL": name}, capture_output=True, text=True)
         assert (played.returncode, played.stdout) == (0, printed), played.stderr

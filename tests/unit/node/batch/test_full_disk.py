@@ -14,6 +14,7 @@ from hpc_ddp.core.errors import CAN_GO_ON
 from hpc_ddp.core.file_io import read_json, write_json
 from hpc_ddp.core.job.attempt_folder import AttemptFolder
 from hpc_ddp.core.job.job_ref import JobRef
+from hpc_ddp.core.job.task_folder import make_task
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node import batch
 from hpc_ddp.node.outcome.requeue import chain
@@ -343,3 +344,18 @@ def test_set_up_lines_that_have_worked_before_are_run_again(
     changes = [words for words in controller.calls("scontrol") if words[0] != "show"]
     update = [["update", "JobId=7", f"StartTime=now+{pause}"]] if pause else []
     assert changes == ([["requeue", "7"], *update] if code == 0 else [])
+
+
+def test_what_set_up_lines_did_for_other_tasks_counts_for_a_task(
+    controller: Slurm, run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One sick node ended all tasks of a sweep that had not begun, beside idle nodes."""
+    write_spec(run, array="0-2")
+    answer_scontrol(controller, show_job())
+    controller.answer("scontrol", "RequeueExit = (null)")
+    for task, code in (("1", 3), ("2", 0)):
+        names = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": task}
+        assert call_batch(monkeypatch, run, "failed", "3", **names) == code
+        first = make_task(run, 0)
+        first.claim_attempt({"job_id": "7", "nodes": ["n1"]}, lambda info: False)
+    assert [len(times) for times in read_json(first.vain_nodes).values()] == [1]

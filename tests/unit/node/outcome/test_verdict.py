@@ -631,6 +631,10 @@ def test_an_error_before_the_first_step_is_final_in_the_first_attempts_alone() -
     "error",
     [
         "RuntimeError: CUDA error: uncorrectable ECC error encountered",
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total"
+        " capacity of 79.15 GiB of which 0.10 GiB is free. Process 47 has 78.90 GiB memory in use.",
+        "RuntimeError: unable to open shared memory object </torch_12_3_0> in read-write mode: No"
+        " space left on device (28)",
         "RuntimeError: No CUDA GPUs are available",
         "OSError: [Errno 116] Stale file handle",
         "OSError: [Errno 30] Read-only file system: '/tmp/cache/x'",

@@ -634,9 +634,33 @@ def test_a_teardown_ends_with_all_that_it_has_started() -> None:
     wait_until(lambda: not _sleeps(pid), "the end of sleep")
 
 
-def test_the_batch_script_names_a_task_to_slurm_by_its_own_id() -> None:
-    """The last task's SLURM_JOB_ID is that of the whole array, whose other tasks began anew."""
-    id_of_task = '"${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"'
-    for changes, job in (({}, '"$SLURM_JOB_ID"'), ({"array": "0-2"}, id_of_task)):
-        names = re.findall(r"^ *(?:scontrol|scancel) \w+ (.+)", _render(**changes).text(), re.M)
-        assert names == [job]
+@pytest.mark.parametrize(
+    ("nodes", "has_disk", "calls"),
+    [
+        ("1", True, ["requeue {}", "update JobId={} StartTime=now+1800"]),
+        ("2", False, ["requeue {}", "update JobId={} StartTime=now+1800"]),
+        ("2", True, ["requeue {}"]),
+    ],
+)
+@pytest.mark.parametrize("is_array", [False, True])
+def test_without_its_disk_a_job_waits_and_then_starts_again(
+    tmp_path: Path, nodes: str, has_disk: bool, calls: list[str], is_array: bool
+) -> None:
+    """The last task's SLURM_JOB_ID is that of the whole array, whose other tasks began anew. A job
+    that was requeued while the disk was away for all nodes was FAILED by Slurm."""
+    rendering = _render(**({"array": "0-2"} if is_array else {}))
+    begin = rendering.text().index("_end_of_wait() {")
+    waits = rendering.text()[begin : rendering.text().index("# A user who can rename")]
+    parts = (
+        f"scontrol() {{ echo $* >>{tmp_path}/calls; }}; timeout() {{ {str(has_disk).lower()}; }}",
+        "sleep() { :; }; now=0",
+        waits.replace("$(command date +%s)", "$((now += 9000))"),
+        "_node=/none SLURM_JOB_ID=9 SLURM_ARRAY_JOB_ID=9 SLURM_ARRAY_TASK_ID=2",
+        f"HPC_DDP_END_TIME=20000 SLURM_NNODES={nodes}; _run_part() {{ :; }}",
+        rendering.block("verdict"),
+    )
+    done = subprocess.run(["bash", "-c", "\n".join(parts)], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    job = "9_2" if is_array else "9"
+    lines = (tmp_path / "calls").read_text().splitlines()
+    assert lines == [call.format(job) for call in calls]

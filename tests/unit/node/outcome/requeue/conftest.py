@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,8 @@ def end(run: RunFolder, clock: Clock, printed: list[str]) -> Callable[..., int]:
     def call(decided: Verdict = GO_ON, lost: tuple[str, ...] = (), **values: Any) -> int:
         options = ("continue_by", "time", "time_min", "teardown")
         spec = {name: values.pop(name) for name in options if name in values}
-        attempt, facts = run.attempt(0), facts_of(run, lost, **spec)
+        records = values.pop("records", ())
+        attempt, facts = run.attempt(0), replace(facts_of(run, lost, **spec), records=records)
         return carry_out_verdict(run, attempt, job_environ(**values), facts, decided)
 
     return call

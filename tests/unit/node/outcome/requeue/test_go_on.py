@@ -500,3 +500,21 @@ def test_a_node_on_which_set_up_lines_fail_twice_is_bad(
     write_json(run.vain_nodes, {"n1": [clock.now - age for age in ages_s]})
     assert end() == 0
     assert (["update", "JobId=7", "ExcNodeList=n1"] in changes_of(slurm_commands)) is is_kept_off
+
+
+@pytest.mark.parametrize(("has_worked", "count"), [(True, 2), (False, 0)])
+def test_a_node_on_which_starts_fail_that_worked_before_is_noted(
+    slurm_commands: Slurm, end: Callable[..., int], run: RunFolder, has_worked: bool, count: int
+) -> None:
+    """Another process held its GPU's memory: four starts there, beside idle nodes."""
+    slurm_commands.answer("scontrol", SHOWN_JOB.format("RUNNING", 2))
+    slurm_commands.answer("sbatch")
+    if has_worked:
+        run.journal("rank-0", -1).write(raw("first_step", step=1))
+    failure = {"rank": 0, "code": 1, "time": 5.0, "error": "RuntimeError: no"}
+    records = [{"node": "n1", "code": 1, "failures": [failure]}]
+    for _ in range(2):
+        assert end(Verdict(Cause.FAILED, Action.REQUEUE, ""), records=records) == 0
+    assert len(read_json(run.vain_nodes).get("n1", [])) == count
+    kept_off = ["update", "JobId=7", "ExcNodeList=n1"]
+    assert (kept_off in changes_of(slurm_commands)) is has_worked
