@@ -24,6 +24,7 @@ REQUESTS = {"Partition": "partition", "Reservation": "reservation", "Features": 
 # limit on the user's jobs or by a site that forbids sbatch on its nodes, says nothing of them.
 TOO_FEW = re.compile("Requested (?:node|topology)|Required node not available|Invalid node name")
 KIND = ("CPUTot", "RealMemory", "Gres")  # of a node, by `scontrol show node`
+FREE = ("IDLE", "MIXED")  # states of nodes that may take a job soon
 KEPT_OFF_S = 24 * 3600.0  # as long as a node takes to be looked after, or to prove itself again
 
 
@@ -43,7 +44,8 @@ def exclusion_of(run: RunFolder, job_id: str, give_up: float | None = None) -> l
 def excluded_nodes(run: RunFolder, job_id: str, give_up: float | None = None) -> list[str] | None:
     """Return the nodes to keep a job off: first those that Slurm keeps the job off already and that
     no verdict has blamed; then, sorted, those that verdicts have blamed within the last day
-    (`KEPT_OFF_S`), unless the nodes that are left do not suffice, which is printed.
+    (`KEPT_OFF_S`), unless the nodes that are left do not suffice, which is printed; and, where
+    enough others are free, those on which starts have failed twice.
 
     sbatch tells in a test whether they suffice; where it refuses the test for another reason, or
     gives no answer, `_has_other_nodes` decides.
@@ -64,23 +66,35 @@ def excluded_nodes(run: RunFolder, job_id: str, give_up: float | None = None) ->
         say(error.message)
         return None
     excluded_before = [node for node in excluded if node not in blamed]
-    bad = _bad_nodes(run, events, since=time.time() - KEPT_OFF_S)
+    since, requests = time.time() - KEPT_OFF_S, _requests_in(text)
+    bad, suspects = _blamed_nodes(events, since), _suspects(run, since)
+    all_bad = sorted({*bad, *suspects})
+    # What failed there may have been away for all nodes: a busy one would be waited for for days.
+    if suspects and _has_other_nodes(
+        requests, all_bad, [*excluded_before, *all_bad], _least_nodes(run), FREE
+    ):
+        bad = all_bad
     if not bad:
         return excluded_before
-    nodes, requests = [*excluded_before, *bad], _requests_in(text)
+    nodes = [*excluded_before, *bad]
     words = [f"--{REQUESTS[name]}={text}" for name, text in requests.items() if name in REQUESTS]
     script = job_folder(run).script
     reason = slurm.why_refused(script, f"--exclude={','.join(nodes)}", *words)
     # A job that has too few other nodes would wait for good: Slurm tells so (BadConstraints) only
     # when the job may start again, and no process of the job is left then.
     if reason and not TOO_FEW.search(reason):
-        least = JobSpec.from_json(run.job_json.read_bytes()).node_range[0]
-        has_others = _has_other_nodes(requests, bad, nodes, least)
+        has_others = _has_other_nodes(requests, bad, nodes, _least_nodes(run))
         reason = "" if has_others else f"too few other nodes; no test of them, since {reason}"
     if reason:
         say(f"not kept off {', '.join(bad)}: {reason}")
         return excluded_before
     return nodes
+
+
+def _least_nodes(run: RunFolder) -> int:
+    """Return the least number of nodes that a run's job asks for. Raise OSError or UsageError where
+    its job.json can't be used."""
+    return JobSpec.from_json(run.job_json.read_bytes()).node_range[0]
 
 
 def note_vain_node(run: RunFolder, node: str) -> None:
@@ -102,12 +116,17 @@ def _requests_in(text: str) -> dict[str, str]:
 
 
 def _has_other_nodes(
-    requests: dict[str, str], bad: list[str], excluded: list[str], least: int
+    requests: dict[str, str],
+    bad: list[str],
+    excluded: list[str],
+    least: int,
+    states: tuple[str, ...] = ("",),
 ) -> bool:
     """Return whether a job with `requests` (`_requests_in`) has its `least` number of nodes without
     those of `excluded`: usable ones of its partition, or reservation, of the `KIND` of a `bad` one,
-    and with its features if the job has a constraint. True where Slurm tells nothing of the nodes,
-    False where the job asks for nodes by name."""
+    with its features if the job has a constraint, and with a state that begins with one of
+    `states`. True where Slurm tells nothing of the nodes, False where the job asks for nodes by
+    name."""
     if "ReqNodeList" in requests:
         return False
     partitions = set(requests.get("Partition", "").split(","))
@@ -128,16 +147,29 @@ def _has_other_nodes(
     fields = (*KIND, "ActiveFeatures") if "Features" in requests else KIND
     kinds = {name: [record.get(field) for field in fields] for name, record in records.items()}
     bad_kinds = [kinds[name] for name in bad if name in kinds]
-    alternatives = [n for n in candidates if kinds.get(n) in bad_kinds and n not in excluded]
+    alternatives = [
+        name
+        for name in candidates
+        if kinds.get(name) in bad_kinds and name not in excluded
+        if records[name].get("State", "").startswith(states)
+    ]
     count = len(alternatives) - len(slurm.unusable_nodes(alternatives))
     return not bad_kinds or count >= least
 
 
 def _bad_nodes(run: RunFolder, events: list[JournalEvent], since: float) -> list[str]:
-    """Return the nodes, sorted, that verdicts after the time `since`, in unix seconds, blame, and
-    those on which starts that had worked before have failed twice (`note_vain_node`)."""
+    """Return the nodes, sorted, of `_blamed_nodes` and `_suspects`."""
+    return sorted({*_blamed_nodes(events, since), *_suspects(run, since)})
+
+
+def _blamed_nodes(events: list[JournalEvent], since: float) -> list[str]:
+    """Return the nodes, sorted, that verdicts after the time `since`, in unix seconds, blame."""
     verdicts = [event for event in events if isinstance(event, VerdictGiven) and event.time > since]
-    blamed = {node for verdict in verdicts for node in verdict.bad_nodes}
+    return sorted({node for verdict in verdicts for node in verdict.bad_nodes})
+
+
+def _suspects(run: RunFolder, since: float) -> list[str]:
+    """Return the nodes, sorted, on which starts that had worked before have failed twice
+    (`note_vain_node`) since the time `since`, in unix seconds."""
     times_by_node = read_json(run.vain_nodes).items()
-    blamed |= {n for n, times in times_by_node if len([t for t in times if t > since]) > 1}
-    return sorted(blamed)
+    return sorted(n for n, times in times_by_node if len([t for t in times if t > since]) > 1)

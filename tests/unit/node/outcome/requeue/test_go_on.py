@@ -8,6 +8,7 @@ import pytest
 
 from hpc_ddp import slurm
 from hpc_ddp.core.file_io import read_json, write_json
+from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.journal.enums import Action, Cause
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node.outcome.requeue import next_start
@@ -497,6 +498,7 @@ def test_a_node_on_which_set_up_lines_fail_twice_is_bad(
     """`nvidia-smi || exit 1` failed four times on a sick node, beside idle ones."""
     slurm_commands.answer("scontrol", SHOWN_JOB.format("RUNNING", 2))
     slurm_commands.answer("sbatch")  # the test whether the other nodes suffice
+    run.job_json.write_text(JobSpec("t.py").to_json())
     write_json(run.vain_nodes, {"n1": [clock.now - age for age in ages_s]})
     assert end() == 0
     assert (["update", "JobId=7", "ExcNodeList=n1"] in changes_of(slurm_commands)) is is_kept_off
@@ -509,6 +511,7 @@ def test_a_node_on_which_starts_fail_that_worked_before_is_noted(
     """Another process held its GPU's memory: four starts there, beside idle nodes."""
     slurm_commands.answer("scontrol", SHOWN_JOB.format("RUNNING", 2))
     slurm_commands.answer("sbatch")
+    run.job_json.write_text(JobSpec("t.py").to_json())
     if has_worked:
         run.journal("rank-0", -1).write(raw("first_step", step=1))
     failure = {"rank": 0, "code": 1, "time": 5.0, "error": "RuntimeError: no"}

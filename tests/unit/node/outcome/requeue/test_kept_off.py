@@ -7,9 +7,10 @@ from collections.abc import Callable
 
 import pytest
 
+from hpc_ddp.core.file_io import write_json
 from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.run_folder import RunFolder
-from unit.fakes import Slurm
+from unit.fakes import Clock, Slurm
 from unit.node.outcome.requeue.fakes import SHOWN_JOB, blame_nodes, changes_of
 
 NODES = """\
@@ -106,3 +107,13 @@ def test_a_site_that_hides_its_nodes_keeps_no_job_on_a_broken_one(
 
 def test_a_reservation_has_other_nodes(kept_off: Callable[..., list[str]]) -> None:
     assert kept_off(LIMIT, "NumNodes=1 Partition=p Reservation=mine") == ["n1"]
+
+
+@pytest.mark.parametrize(("state", "kept"), [("IDLE", "n1,n2"), ("ALLOCATED", "n1")])
+def test_a_node_is_suspected_where_others_are_free(
+    kept_off: Callable[..., list[str]], run: RunFolder, clock: Clock, state: str, kept: str
+) -> None:
+    """Data were away for three minutes, and then the job waited for days beside its idle node."""
+    write_json(run.vain_nodes, {"n2": [clock.now, clock.now]})
+    nodes = shlex.quote(NODES.replace("IDLE", state))
+    assert kept_off("", "NumNodes=1 Partition=p", nodes=f"printf %s {nodes}") == [kept]
