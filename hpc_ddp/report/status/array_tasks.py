@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -75,30 +75,44 @@ def read_tasks(run: RunFolder, queue: Queue) -> list[Task]:
         return []
     folders = {task.index: task for task in run.tasks()}
     jobs = [queue.find(job, run) for job in run.jobs(run.events())]
-    waits = any(job and state_of_job(job.state) is RunState.WAITING for job in jobs)
-    return [
-        _read_task(
-            index, spec.trials[index] if spec.trials else {}, folders.get(index), queue, waits
-        )
-        for index in spec.indexes(folders)
-    ]
+    states = {state_of_job(job.state) for job in jobs if job} - {None}
+    tasks = []
+    for index in spec.indexes(folders):
+        trial = spec.trials[index] if spec.trials else {}
+        state = _state_before_attempt(run, index, states)
+        tasks.append(_read_task(index, trial, folders.get(index), queue, state))
+    return tasks
+
+
+def _state_before_attempt(run: RunFolder, index: int, states: Set[RunState | None]) -> RunState:
+    """Return the state of task `index` of the array `run`, had it no attempt; `states` are those of
+    the array's jobs that are not over. A task whose job has an output, and is over, has ended
+    before its attempt, as in its set-up lines."""
+    if RunState.WAITING in states:
+        return RunState.WAITING
+    has_output = (run.logs / f"slurm-{index}.out").exists()
+    return RunState.LOST if has_output and not states else RunState.NOT_BEGUN
 
 
 def _read_task(
-    index: int, trial: Mapping[str, str], run: RunFolder | None, queue: Queue, waits: bool
+    index: int,
+    trial: Mapping[str, str],
+    run: RunFolder | None,
+    queue: Queue,
+    state_before_attempt: RunState,
 ) -> Task:
     """Return the task of an array with this `index` and `trial`. Raise OSError where the task's
     journal or folder of checkpoints can't be read.
 
     `run` is the task's folder (None: it has not begun), and `queue` has the user's jobs in Slurm.
-    `waits`: a job of the array waits in Slurm. Then a task waits, too, if it has not begun at all,
-    or not since it was submitted again.
+    `state_before_attempt` is the task's state if it has no attempt; a task that waits by that also
+    waits where it has not begun since it was submitted again.
     """
     status = status_of(run, queue) if run else None
     if run is None or status is None or status.state is RunState.RENDERED:
-        state = RunState.WAITING if waits else RunState.NOT_BEGUN
-        return Task(index, trial, state, None, None)
-    state = RunState.WAITING if waits and _is_resubmitted(run) else status.state
+        return Task(index, trial, state_before_attempt, None, None)
+    waits = state_before_attempt is RunState.WAITING and _is_resubmitted(run)
+    state = RunState.WAITING if waits else status.state
     best = _read_best(run)
     is_higher_better = bool(best.get("higher", True))
     return Task(index, trial, state, to_number(best.get("value")), status, is_higher_better)

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
+from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.live_jobs import Queue
-from hpc_ddp.report.status.array_tasks import Task, rank_tasks, task_table
+from hpc_ddp.report.status.array_tasks import Task, rank_tasks, read_tasks, task_table
 from hpc_ddp.report.status.run_state import RunState
 from hpc_ddp.report.status.run_status import status_of
 
@@ -87,3 +88,11 @@ def test_a_sweep_under_way_has_a_best_so_far(sweep: RunFolder) -> None:
 def test_without_a_metric_or_a_trial_there_is_no_best(sweep: RunFolder) -> None:
     assert rank_tasks(trials(sweep, {}, {})) is None
     assert rank_tasks([replace(task, trial={}) for task in trials(sweep, {"loss": 1.0})]) is None
+
+
+def test_a_task_that_ended_before_its_attempt_is_lost(sweep: RunFolder) -> None:
+    """One with an output, once no job of the array is left."""
+    sweep.job_json.write_text(JobSpec("t.py", array="0-1").to_json())
+    (sweep.logs / "slurm-1.out").touch()
+    states = [task.state for task in read_tasks(sweep, Queue(None))]
+    assert states == [RunState.NOT_BEGUN, RunState.LOST]
