@@ -274,8 +274,8 @@ def plan_teardown(environ: dict[str, str]) -> str:
 def lines_of_no_attempt(environ: dict[str, str]) -> str:
     """Return the bash lines of a job that starts no attempt: it ends with 0, after the teardown of
     a finished run if that was cut off, by a preemption or the time, with the variables of the last
-    attempt; where it is cut off again, the job goes on again. Raise OSError and UsageError where
-    job.json can't be read."""
+    attempt; where it is cut off again, the job goes on again, or ends with the code of that. Raise
+    OSError and UsageError where job.json can't be read."""
     run = run_of_job(environ)
     spec = JobSpec.from_json(run.job_json.read_bytes())
     if not run.lacks_teardown(spec.teardown):
@@ -287,7 +287,7 @@ def lines_of_no_attempt(environ: dict[str, str]) -> str:
     env = attempt_env(run, run.attempts()[-1], nodes, end_time, spec)
     values = {**_variables(run, env, environ), "HPC_DDP_VERDICT": "finished"}
     seconds = int(max(1, min(end - VERDICT_S - time.time(), MONTH_S)))
-    cut_off = '[ -z "$_sigterm$_cut_off" ] || _run_part batch cut-off'
+    cut_off = '[ -z "$_sigterm$_cut_off" ] || { _run_part batch cut-off; exit; }'
     return f"{export_lines(values)}\n_tear_down {seconds}\n{cut_off}\nexit 0"
 
 

@@ -20,7 +20,7 @@ READ_LATE = re.compile(
 # torch's own; others that its modules read are recorded (`first_import.READ`).
 READ_AT_IMPORT = re.compile(
     r"(ATEN|BLIS|C10|CU|DNNL|GFORTRAN|GLIBC|GOMP|GOTO|HIP|HSA|I_MPI|KINETO|KMP|LD_|LLVM|MALLOC|MKL"
-    r"|MPI_|NPY|NUMPY|NV|OMP_|ONEDNN|OPENBLAS|OPENSSL|PTXAS|PYTHON|PYTORCH|ROC|TORCH|TRITON)\w*"
+    r"|MPI_|NPY|NUMPY|NV|OMP_|ONEDNN|OPENBLAS|OPENSSL|PTXAS|PYTHON|PYTORCH|ROC|TORCH|TQDM|TRITON)\w*"
 )
 # Calls that an import may depend on, of Python and numpy.
 SETTINGS = (

@@ -83,7 +83,8 @@ def carry_out_verdict(
     ids = facts.restarts, facts.attempt
     start = EndedStart(run, facts.spec, environ, *ids, attempt, verdict.pause_s)
     if verdict.cause == Cause.FINISHED and run.lacks_teardown(facts.spec.teardown):
-        if INTERACTIVE in environ:
+        if INTERACTIVE in environ or start.is_last:
+            say("the teardown was cut off")
             return leave_to_the_user(environ)
         say("the teardown was cut off: the job starts again for it")
         return go_on(start, facts.job)

@@ -68,6 +68,12 @@ class EndedStart:
         return own_id(self.environ)
 
     @property
+    def is_last(self) -> bool:
+        """Whether ``max_requeues``, or the operators' limit, permits no further requeue."""
+        limit = math.inf if self.spec.max_requeues is None else self.spec.max_requeues
+        return self.restarts >= min(self.run.most_requeues, limit)
+
+    @property
     def give_up(self) -> float:
         """The time of ``time.monotonic()`` until which a silent Slurm is waited for: `last_moment`,
         two minutes from now without an attempt."""

@@ -109,9 +109,7 @@ def _start_again(environ: dict[str, str], pauses_s: Sequence[float] = (0.0,)) ->
         count = _count_vain_starts(start, environ, is_excused)
         pause_s = left_s or pauses_s[min(max(count, 1), len(pauses_s)) - 1]
         start = replace(start, pause_s=pause_s, is_early=left_s > 0)
-        limit = math.inf if spec.max_requeues is None else spec.max_requeues
-        is_over_limit = start.restarts >= min(run.most_requeues, limit)
-        if is_over_limit or (count > spec.max_failures and not is_excused):
+        if start.is_last or (count > spec.max_failures and not is_excused):
             say(f"the job was requeued {start.restarts} times, {count} starts came to nothing")
             return leave_to_the_user(environ)
         code = go_on(start, job)

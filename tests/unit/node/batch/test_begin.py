@@ -388,14 +388,14 @@ def test_a_teardown_that_was_cut_off_is_run_again(
     run.journal("rank-0").write(raw("finished", step=1))
     parts = (
         '_tear_down() { echo "$HPC_DDP_RUN $HPC_DDP_VERDICT $1"; _sigterm=$SIGNAL; }',
-        '_run_part() { echo "$*"; }',
+        '_run_part() { echo "$*"; return 75; }',
         batch.lines_of_no_attempt(environ),
         "echo not here",
     )
     line = f"{run.path} finished 980\n"
-    for name, printed in (("", line), ("yes", f"{line}batch cut-off\n")):
+    for name, printed, code in (("", line, 0), ("yes", f"{line}batch cut-off\n", 75)):
         argv = ["bash", "-c", "\n".join(parts)]
         played = subprocess.run(argv, env={"SIGNAL": name}, capture_output=True, text=True)
-        assert (played.returncode, played.stdout) == (0, printed), played.stderr
+        assert (played.returncode, played.stdout) == (code, printed), played.stderr
     run.torn_down.touch()
     assert batch.lines_of_no_attempt(environ) == "exit 0"

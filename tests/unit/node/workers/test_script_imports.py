@@ -126,6 +126,7 @@ def test_our_package_comes_from_the_library_unless_it_is_beside_the_script(tmp_p
     [
         "environ['OMP_NUM_THREADS'] = '1'",
         "os.environ.setdefault('OPENBLAS_NUM_THREADS', '1')",
+        "os.environ['TQDM_DISABLE'] = '1'",
         "os.environ.update(TORCH_LOGS='a')",
         "os.environ[name] = '1'",
         "del os.environ['PYTORCH_ALLOC_CONF']",

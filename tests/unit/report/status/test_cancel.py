@@ -198,6 +198,18 @@ def test_a_finished_run_is_cancelled_while_its_script_goes_on(
     assert len(slurm_commands.calls("scancel")) == 1
 
 
+def test_an_array_of_finished_tasks_is_not_cancelled(slurm_commands: Slurm, run: RunFolder) -> None:
+    """It stayed "cancelled" for good."""
+    run.job_json.write_text(JobSpec("t.py", array="0-1").to_json())
+    run.journal("submit").write(raw("queued", job_id="4"))
+    slurm_commands.answer("squeue", squeue_rows(""))
+    for index in (0, 1):
+        run.task(index).make().journal("rank-0").write(raw("finished", step=9))
+    with pytest.raises(UsageError, match="is finished"):
+        cancel(run)
+    assert not run.cancelled.exists()
+
+
 @pytest.mark.parametrize("kind", ["a plain start", "an allocation", "with a verdict"])
 def test_other_work_than_a_finished_runs_is_left_alone(
     slurm_commands: Slurm, run: RunFolder, kind: str

@@ -45,7 +45,7 @@ def end(run: RunFolder, clock: Clock, printed: list[str]) -> Callable[..., int]:
     """Go on after the run's attempt."""
 
     def call(decided: Verdict = GO_ON, lost: tuple[str, ...] = (), **values: Any) -> int:
-        options = ("continue_by", "time", "time_min", "teardown")
+        options = ("continue_by", "time", "time_min", "teardown", "max_requeues")
         spec = {name: values.pop(name) for name in options if name in values}
         records = values.pop("records", ())
         attempt, facts = run.attempt(0), replace(facts_of(run, lost, **spec), records=records)

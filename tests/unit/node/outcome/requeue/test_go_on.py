@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from hpc_ddp import slurm
+from hpc_ddp.core.errors import CAN_GO_ON
 from hpc_ddp.core.file_io import read_json, write_json
 from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.journal.enums import Action, Cause
@@ -50,6 +51,8 @@ def test_a_finished_run_whose_teardown_was_cut_off_starts_again_for_it(
     assert end(finished, teardown=("cp -r a b",)) == 0
     assert changes_of(slurm_commands) == [["requeue", "7"]]
     assert printed == ["the teardown was cut off: the job starts again for it"]
+    # A job that must not be started twice is left to the user, and so failed.
+    assert end(finished, teardown=("cp -r a b",), max_requeues=2) == CAN_GO_ON
     run.torn_down.touch()
     assert end(finished, teardown=("cp -r a b",)) == 0
     assert changes_of(slurm_commands) == [["requeue", "7"]]
