@@ -18,7 +18,7 @@ from hpc_ddp.cli.common import say
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.file_io import write_whole
 from hpc_ddp.submission.job_script.conversion import LOST, Conversion
-from hpc_ddp.submission.job_script.convert import convert
+from hpc_ddp.submission.job_script.importer import import_script
 from hpc_ddp.submission.job_script.output import (
     subtract_site,
     table,
@@ -56,7 +56,7 @@ def import_(job_script: Path, args: tuple[str, ...], output: Path | None, site: 
     text = _read_job_script(job_script)
     cwd, home = Path.cwd(), home_folder()
     path = cwd / (output or config.PROJECT_FILE)
-    conversion = convert(text, cwd, path.parent, args, job_script.name, os.environ)
+    conversion = import_script(text, cwd, path.parent, args, job_script.name, os.environ)
     of_site = config.load({"site": site} if site else {}, Path("/"), home)
     subtract_site(conversion, of_site.values)
     if site:

@@ -11,16 +11,10 @@ from pathlib import Path
 from hpc_ddp.core.job.variables import is_of_hpc_ddp, is_of_slurm, is_of_worker
 from hpc_ddp.submission.job_script.bash.values import fill_in_home
 from hpc_ddp.submission.job_script.bash.words import Word, join_words, literal
-from hpc_ddp.submission.job_script.conversion import (
-    LOST,
-    OURS,
-    PRINTED_TEXT,
-    TAKEN,
-    ArgumentWriter,
-    Conversion,
-)
+from hpc_ddp.submission.job_script.conversion import LOST, OURS, TAKEN, Conversion
 from hpc_ddp.submission.job_script.directives import Directives
 from hpc_ddp.submission.job_script.launchers.accelerate import take_defaults, take_yaml
+from hpc_ddp.submission.job_script.launchers.argument_writer import ArgumentWriter
 from hpc_ddp.submission.job_script.launchers.launch import Launch
 from hpc_ddp.submission.job_script.launchers.option_names import is_of_pyxis
 from hpc_ddp.submission.job_script.launchers.torchrun import OF_OLD_LAUNCHERS
@@ -33,6 +27,7 @@ from hpc_ddp.submission.job_script.sizes import (
     take_sizes,
 )
 from hpc_ddp.submission.job_script.statements.reader import Reader
+from hpc_ddp.submission.job_script.statements.rules import PRINTED_TEXT
 from hpc_ddp.submission.job_script.statements.statement import Statement
 
 # Lines that bring a Python, or another PATH, as modules of compilers and libraries do not.

@@ -11,7 +11,8 @@ from hpc_ddp.submission.job_script.bash.counts import whole_number
 from hpc_ddp.submission.job_script.bash.variables import Scope
 from hpc_ddp.submission.job_script.bash.words import Word, literal
 from hpc_ddp.submission.job_script.bash.written_texts import path_of
-from hpc_ddp.submission.job_script.conversion import LOST, OURS, ArgumentWriter
+from hpc_ddp.submission.job_script.conversion import LOST, OURS
+from hpc_ddp.submission.job_script.launchers.argument_writer import ArgumentWriter
 from hpc_ddp.submission.job_script.launchers.launch import Launch
 from hpc_ddp.submission.job_script.launchers.option_names import Options
 from hpc_ddp.submission.job_script.launchers.torchrun import (

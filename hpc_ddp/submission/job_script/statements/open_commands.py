@@ -11,9 +11,9 @@ import re
 from hpc_ddp.submission.job_script.bash import blocks, syntax
 from hpc_ddp.submission.job_script.bash.variables import TAILS, Scope
 from hpc_ddp.submission.job_script.bash.words import Word, literal, split_text
-from hpc_ddp.submission.job_script.conversion import PRINTS
 from hpc_ddp.submission.job_script.launchers.launch import Launch
-from hpc_ddp.submission.job_script.launchers.read import read_launch
+from hpc_ddp.submission.job_script.launchers.launch_reader import read_launch
+from hpc_ddp.submission.job_script.statements.rules import PRINTS
 from hpc_ddp.submission.job_script.statements.statement import Place, Statement
 
 _KEEPS = re.compile(r">|\btee\b")  # a print that does more

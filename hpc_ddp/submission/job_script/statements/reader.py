@@ -12,12 +12,13 @@ from hpc_ddp.submission.job_script.bash.comments import is_comment
 from hpc_ddp.submission.job_script.bash.syntax import Node, commands_of, source
 from hpc_ddp.submission.job_script.bash.values import doubts_in
 from hpc_ddp.submission.job_script.bash.words import Part, Word
-from hpc_ddp.submission.job_script.conversion import DECIDED, ENDED, OURS, first_reason
+from hpc_ddp.submission.job_script.conversion import OURS
 from hpc_ddp.submission.job_script.launchers.launch import Launch
-from hpc_ddp.submission.job_script.statements.branch_reading import CHOOSES, BranchReading
+from hpc_ddp.submission.job_script.statements.branch_reader import CHOOSES, BranchReading
 from hpc_ddp.submission.job_script.statements.loaded_texts import sentences_on
-from hpc_ddp.submission.job_script.statements.parts import does_more
-from hpc_ddp.submission.job_script.statements.reading import OF_ARGUMENTS
+from hpc_ddp.submission.job_script.statements.reader_state import OF_ARGUMENTS
+from hpc_ddp.submission.job_script.statements.requeues_and_deletions import does_more
+from hpc_ddp.submission.job_script.statements.rules import DECIDED, ENDED, first_reason
 from hpc_ddp.submission.job_script.statements.statement import (
     Statement,
     calls,

@@ -9,7 +9,13 @@ from collections.abc import Mapping, Set
 from hpc_ddp.submission.job_script.bash import blocks, syntax
 from hpc_ddp.submission.job_script.bash.quotes import split_quoted
 from hpc_ddp.submission.job_script.bash.words import Word, split_text
-from hpc_ddp.submission.job_script.conversion import (
+from hpc_ddp.submission.job_script.launchers.launch import Launch
+from hpc_ddp.submission.job_script.launchers.option_names import is_launcher
+from hpc_ddp.submission.job_script.launchers.tasks import only_follows
+from hpc_ddp.submission.job_script.secrets import is_secret, looks_secret
+from hpc_ddp.submission.job_script.statements.reader import Reader
+from hpc_ddp.submission.job_script.statements.requeues_and_deletions import separate_requeue
+from hpc_ddp.submission.job_script.statements.rules import (
     DECIDED,
     DELETES,
     FINALLY,
@@ -25,12 +31,6 @@ from hpc_ddp.submission.job_script.conversion import (
     Rules,
     first_reason,
 )
-from hpc_ddp.submission.job_script.launchers.launch import Launch
-from hpc_ddp.submission.job_script.launchers.option_names import is_launcher
-from hpc_ddp.submission.job_script.launchers.tasks import only_follows
-from hpc_ddp.submission.job_script.secrets import is_secret, looks_secret
-from hpc_ddp.submission.job_script.statements.parts import separate_requeue
-from hpc_ddp.submission.job_script.statements.reader import Reader
 from hpc_ddp.submission.job_script.statements.statement import (
     Statement,
     keeps_exit_code,

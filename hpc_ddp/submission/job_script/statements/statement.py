@@ -9,8 +9,14 @@ from dataclasses import dataclass, field, replace
 from hpc_ddp.submission.job_script.bash import blocks, syntax
 from hpc_ddp.submission.job_script.bash.values import Value
 from hpc_ddp.submission.job_script.bash.words import Word, literal
-from hpc_ddp.submission.job_script.conversion import DECIDED, ENDED, ON_EXIT, PRINTS, first_reason
 from hpc_ddp.submission.job_script.launchers.launch import Launch
+from hpc_ddp.submission.job_script.statements.rules import (
+    DECIDED,
+    ENDED,
+    ON_EXIT,
+    PRINTS,
+    first_reason,
+)
 
 _LOADS = re.compile(r"\s*(module|ml|source|\.|conda|spack|eval)\s")
 _QUOTED = re.compile(r"""'[^']*'|"(?:\\.|[^"\\])*"|\\.""", re.S)  # a text, or one character

@@ -6,14 +6,7 @@ import re
 from collections.abc import Sequence
 
 from hpc_ddp.submission.job_script.bash.values import Counted
-from hpc_ddp.submission.job_script.conversion import (
-    ENDED,
-    FINALLY,
-    PRINTS,
-    STARTS_PYTHON,
-    TAKEN,
-    Conversion,
-)
+from hpc_ddp.submission.job_script.conversion import TAKEN, Conversion
 from hpc_ddp.submission.job_script.launchers.launch import Launch
 from hpc_ddp.submission.job_script.launchers.tasks import (
     PREPARES,
@@ -26,6 +19,7 @@ from hpc_ddp.submission.job_script.launchers.tasks import (
 )
 from hpc_ddp.submission.job_script.statements.open_commands import leave_empty
 from hpc_ddp.submission.job_script.statements.reader import Reader
+from hpc_ddp.submission.job_script.statements.rules import ENDED, FINALLY, PRINTS, STARTS_PYTHON
 from hpc_ddp.submission.job_script.statements.statement import Statement, names_file
 
 # What a launch is to be chosen from: the index of its statement, the statement, and the launch.

@@ -7,7 +7,7 @@ from collections.abc import Container, Mapping
 
 from hpc_ddp.submission.job_script.bash import blocks, syntax
 from hpc_ddp.submission.job_script.bash.syntax import Node, source
-from hpc_ddp.submission.job_script.conversion import DELETES, REFUSED, REQUEUES, first_reason
+from hpc_ddp.submission.job_script.statements.rules import DELETES, REFUSED, REQUEUES, first_reason
 from hpc_ddp.submission.job_script.statements.statement import Statement, with_functions
 
 # A here-document that a shell reads, with its text.

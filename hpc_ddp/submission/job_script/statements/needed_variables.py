@@ -9,7 +9,8 @@ from hpc_ddp.core.job.variables import is_of_hpc_ddp
 from hpc_ddp.submission.job_script.bash.quotes import without_quoted_texts
 from hpc_ddp.submission.job_script.bash.syntax import names_in
 from hpc_ddp.submission.job_script.bash.variables import OF_A_JOB
-from hpc_ddp.submission.job_script.conversion import PRINTED_TEXT, Conversion
+from hpc_ddp.submission.job_script.conversion import Conversion
+from hpc_ddp.submission.job_script.statements.rules import PRINTED_TEXT
 from hpc_ddp.submission.job_script.statements.statement import Statement
 
 # Variables of bash itself, of hpc-ddp, and those that modules and Conda set.

@@ -18,11 +18,12 @@ from hpc_ddp.submission.job_script.bash.syntax import Node, source
 from hpc_ddp.submission.job_script.bash.variables import Scope
 from hpc_ddp.submission.job_script.bash.words import Part, Word, literal
 from hpc_ddp.submission.job_script.bash.written_texts import write_texts
-from hpc_ddp.submission.job_script.conversion import BLANK_VALUE, LOST, TAKEN, Mark
+from hpc_ddp.submission.job_script.conversion import LOST, TAKEN, Mark
 from hpc_ddp.submission.job_script.launchers.launch import Launch
-from hpc_ddp.submission.job_script.launchers.read import read_launch
+from hpc_ddp.submission.job_script.launchers.launch_reader import read_launch
 from hpc_ddp.submission.job_script.statements.loaded_texts import forget_loaded_names, note_doubts
 from hpc_ddp.submission.job_script.statements.open_commands import extends_launch
+from hpc_ddp.submission.job_script.statements.rules import BLANK_VALUE
 from hpc_ddp.submission.job_script.statements.statement import (
     Place,
     Statement,

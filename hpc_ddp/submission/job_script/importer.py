@@ -16,13 +16,7 @@ from hpc_ddp.submission.job_script.bash.quotes import split_quoted
 from hpc_ddp.submission.job_script.bash.values import Counted, Value
 from hpc_ddp.submission.job_script.bash.variables import Scope
 from hpc_ddp.submission.job_script.bash.words import literal
-from hpc_ddp.submission.job_script.conversion import (
-    ENDED,
-    FINALLY,
-    PRINTED_TEXT,
-    PRINTS,
-    Conversion,
-)
+from hpc_ddp.submission.job_script.conversion import Conversion
 from hpc_ddp.submission.job_script.directives import (
     names_not_set,
     read_sizes,
@@ -39,10 +33,14 @@ from hpc_ddp.submission.job_script.script_text import (
 )
 from hpc_ddp.submission.job_script.sizes import read_texts
 from hpc_ddp.submission.job_script.statements.loaded_texts import sentences_on
-from hpc_ddp.submission.job_script.statements.names import note_lost_variables, take_shell_variables
-from hpc_ddp.submission.job_script.statements.parts import separate_deletions
+from hpc_ddp.submission.job_script.statements.needed_variables import (
+    note_lost_variables,
+    take_shell_variables,
+)
 from hpc_ddp.submission.job_script.statements.reader import Reader
-from hpc_ddp.submission.job_script.statements.sorting import Sorter
+from hpc_ddp.submission.job_script.statements.requeues_and_deletions import separate_deletions
+from hpc_ddp.submission.job_script.statements.rules import ENDED, FINALLY, PRINTED_TEXT, PRINTS
+from hpc_ddp.submission.job_script.statements.sorter import Sorter
 from hpc_ddp.submission.job_script.statements.statement import (
     Statement,
     first_load,
@@ -297,7 +295,7 @@ def _set_arguments(arguments: Sequence[str], result: Conversion) -> None:
             result.lists[key].insert(0, (f"set -- {shlex.join(arguments)}", 0))
 
 
-def convert(
+def import_script(
     text: str, cwd: Path, folder: Path, arguments: Sequence[str] = (), name: str = "",
     environ: Mapping[str, str] = {},
 ) -> Conversion:  # fmt: skip

@@ -14,23 +14,15 @@ from hpc_ddp.submission.job_script.bash.quotes import without_quoted_texts
 from hpc_ddp.submission.job_script.bash.values import doubts_in, is_command, is_known
 from hpc_ddp.submission.job_script.bash.variables import OF_A_JOB
 from hpc_ddp.submission.job_script.bash.words import Word
-from hpc_ddp.submission.job_script.conversion import (
-    DECIDED,
-    LOST,
-    ON_EXIT,
-    OURS,
-    PRINTS,
-    TAKEN,
-    Conversion,
-    needs_folder,
-)
+from hpc_ddp.submission.job_script.conversion import LOST, OURS, TAKEN, Conversion
 from hpc_ddp.submission.job_script.launchers.launch import Launch
 from hpc_ddp.submission.job_script.launchers.option_names import is_option_of_step
 from hpc_ddp.submission.job_script.secrets import MARK, is_secret
 from hpc_ddp.submission.job_script.statements.loaded_texts import names_of_files, sentences_on
 from hpc_ddp.submission.job_script.statements.reader import Reader
-from hpc_ddp.submission.job_script.statements.reading import OF_ARGUMENTS
+from hpc_ddp.submission.job_script.statements.reader_state import OF_ARGUMENTS
 from hpc_ddp.submission.job_script.statements.refusals import Refusals
+from hpc_ddp.submission.job_script.statements.rules import DECIDED, ON_EXIT, PRINTS, needs_folder
 from hpc_ddp.submission.job_script.statements.statement import (
     Statement,
     first_load,
