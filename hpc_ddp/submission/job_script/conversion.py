@@ -62,7 +62,7 @@ class Conversion:
         texts = (text for name, text in self.marks.get(line, []) if name == group)
         return "; ".join(dict.fromkeys(texts))  # each once
 
-    def lost_parts(self) -> set[int]:
+    def lines_lost_in_part(self) -> set[int]:
         """Return the lines of which a part alone is lost: they have a mark for each group, and
         something of them is a setting."""
         entries = [*self.values.values(), *self.env.values()]

@@ -166,15 +166,15 @@ def read_options(words: list[Word]) -> Iterator[tuple[str, str]]:
 
 def take_directives(directives: Directives, result: Conversion, file: str = "") -> None:
     """Put directives into `result`: the groups of their lines, and the settings of those that are
-    taken over. Settings for nodes, CPUs, GPUs and pyxis are left to `program.take_launch`, since
-    the launch has such options, too. Placeholders and secrets are lost.
+    taken over. Settings for nodes, CPUs, GPUs and pyxis are left to `launch_settings.take_launch`,
+    since the launch has such options, too. Placeholders and secrets are lost.
 
     Where an output has the job's name in it (``%x``), and no directive sets that, the job is named
     by the script's `file`, as by Slurm; '' for a script without one.
     """
     for name, (operand, line) in directives.options.items():
         text = as_raw(name, operand)
-        group, reason = _group_of(name, operand)
+        group, reason = _mark_of(name, operand)
         pairs = _exported_variables(operand) if name == "export" else []
         # Mere names of jobs, as my_job, look like placeholders.
         is_placeholder = bool(_PLACEHOLDER.fullmatch(operand) or _WITHIN.search(operand))
@@ -242,7 +242,7 @@ def _take_option(name: str, operand: str, line: int, result: Conversion, file: s
         result.values.setdefault("job-name", (file, line))
 
 
-def take_tasks(directives: Directives, result: Conversion, texts: Sequence[str]) -> None:
+def take_array(directives: Directives, result: Conversion, texts: Sequence[str]) -> None:
     """Put an array with ``%1``, whose tasks run one after the other, into `result` if the job
     script or its program (their `texts`) reads the index of a task. Otherwise it is a chain of
     jobs, which is one run, and no array. A note says which. Another array changes nothing."""
@@ -297,7 +297,7 @@ def _exported_variables(operand: str) -> list[tuple[str, str | None]]:
     ]
 
 
-def _group_of(name: str, operand: str) -> Mark:
+def _mark_of(name: str, operand: str) -> Mark:
     """Return the group of the directive `name` with the value `operand`: OURS with the reason, or
     TAKEN with ''."""
     decided = next((why for names, why in _DECIDED.items() if re.fullmatch(names, name)), "")

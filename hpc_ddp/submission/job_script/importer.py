@@ -20,8 +20,8 @@ from hpc_ddp.submission.job_script.conversion import Conversion
 from hpc_ddp.submission.job_script.directives import (
     names_not_set,
     read_sizes,
+    take_array,
     take_directives,
-    take_tasks,
     tasks_of_node,
 )
 from hpc_ddp.submission.job_script.script_text import (
@@ -49,7 +49,7 @@ from hpc_ddp.submission.job_script.statements.statement import (
 from hpc_ddp.submission.job_script.statements.training_choice import (
     choose_launch,
     has_launch,
-    join_parts,
+    join_commands_read_in_parts,
     keep_one_command,
 )
 from hpc_ddp.submission.job_script.wrapper import unwrap
@@ -79,7 +79,7 @@ _OWN_PATH = re.compile(
 _DRAWN = re.compile(r"\$\{?S?RANDOM\b|\$\{?\$|[(`]\s*(date|mktemp|uuidgen)\b")
 
 
-def _is_of_shell(name: str) -> bool:
+def _may_come_from_shell(name: str) -> bool:
     """Return whether the shell that submits may give the job a variable of this name."""
     return not (name.startswith("SLURM_") or is_of_hpc_ddp(name))
 
@@ -124,7 +124,11 @@ def _add_notes(result: Conversion, scope: Scope, missing: set[str], optional: se
         result.note(in_image[0], f'{reason}: python = "/its/path", if it has none from 3.10 on')
     for name in sorted(scope.guesses):
         result.note(0, f"${name} is taken to be unset: by that a launch is chosen")
-    end = ", unless a file or module that the script loads sets them" if scope.is_open else ""
+    end = (
+        ", unless a file or module that the script loads sets them"
+        if scope.has_unknown_names
+        else ""
+    )
     for variables, reason in (
         (
             missing - of_shell,
@@ -133,7 +137,7 @@ def _add_notes(result: Conversion, scope: Scope, missing: set[str], optional: se
         (of_shell, "taken as unset: if your shell has one, write it"),
         (optional, "unset in this shell; lines ask for that of the shell that submits"),
     ):
-        names = [f"${name}" for name in sorted(variables) if _is_of_shell(name)]
+        names = [f"${name}" for name in sorted(variables) if _may_come_from_shell(name)]
         if names:
             result.note(0, f"{', '.join(names)}: {reason}")
 
@@ -285,7 +289,7 @@ def _read_statements(text: str, make_scope: Callable[[Counted], Scope]) -> Reade
     return reader
 
 
-def _set_arguments(arguments: Sequence[str], result: Conversion) -> None:
+def _add_set_line(arguments: Sequence[str], result: Conversion) -> None:
     """Put a line ``set -- ARG…`` before the set-up lines, and before the clean-up lines, if one of
     them uses the script's arguments, and there are some."""
     for key in {"setup", "teardown"} & result.lists.keys():
@@ -361,29 +365,29 @@ def import_script(
     for sentence in sentences_on(job.doubts):
         result.note(job.line, sentence)
     launch, at = choose_launch(reader, result)
-    at = reader.restore_definitions(join_parts(reader, at))
+    at = reader.restore_definitions(join_commands_read_in_parts(reader, at))
     join_exit_codes(reader.statements, at)
     at = separate_deletions(reader.statements, at)
     _mark_exported(reader.statements, environ.keys())
     sorter = Sorter(reader, result, launch, at, start, name)
     take_shebang(text.partition("\n")[0], result)
     sorter.take_statements()
-    scope.is_open |= first_load(reader.statements) < len(reader.statements)
+    scope.has_unknown_names |= first_load(reader.statements) < len(reader.statements)
     statement = reader.statements[at] if launch else Statement("", (0, 0))
     launch_settings.take_launch(statement, result, directives, reader, cwd, folder)
     if ifs_lines := [n for text, n in result.lists.get("setup", ()) if _SETS_IFS.fullmatch(text)]:
         result.append("setup", "unset IFS", ifs_lines[-1])  # the batch script relies on bash's own
-    take_tasks(directives, result, (text, _program_text(result, folder)))
+    take_array(directives, result, (text, _program_text(result, folder)))
 
     # What follows from all settings together.
     missing, optional = take_shell_variables(reader.statements, sorter.kept, result, environ)
     note_lost_variables(reader.statements, sorter.kept, result)
-    _set_arguments(arguments, result)
+    _add_set_line(arguments, result)
     _add_notes(result, scope, missing, optional - scope.defaults)
     _write_numbers(result, numbers, reader)
     _note_values(result, numbers)
     _note_placeholders(result)
-    for line, mark in reader.resolved.items():
+    for line, mark in reader.other_marks.items():
         result.marks.setdefault(line, [mark])
     secrets.take_out_secrets(result)
     return result

@@ -118,7 +118,7 @@ def table(conversion: Conversion, text: str) -> list[str]:
     Empty lines and comments have no row. Only the beginning of a line with a secret is shown.
     """
     rows: dict[str, list[str]] = {group: [] for group in (TAKEN, OURS, LOST)}
-    counts, parts = dict.fromkeys(rows, 0), conversion.lost_parts()
+    counts, parts = dict.fromkeys(rows, 0), conversion.lines_lost_in_part()
     lines = [
         (n, _shorten(line, "secret" in str(conversion.marks.get(n))))
         for n, line in enumerate(text.splitlines(), 1) if is_code(line)

@@ -7,7 +7,10 @@ import os
 import re
 from pathlib import Path
 
-from hpc_ddp.submission.job_script.bash.comments import join_cut_lines, lines_of_cuts
+from hpc_ddp.submission.job_script.bash.comments import (
+    join_lines_cut_by_blanks,
+    lines_with_cutting_comment,
+)
 from hpc_ddp.submission.job_script.conversion import LOST, Conversion
 from hpc_ddp.submission.job_script.launchers.tasks import LOGIN
 from hpc_ddp.submission.job_script.output import is_code
@@ -99,16 +102,16 @@ def note_misspelt_directives(text: str, result: Conversion) -> None:
 
 
 def join_lines(text: str, result: Conversion) -> str:
-    """Return a script's text with lines joined as their backslashes are meant (`join_cut_lines`),
-    with a note in `result` on each, and on each comment that ends a command; and without ``time``
-    before a child shell or block. Raise as `syntax.parse`."""
-    text, cut_lines = join_cut_lines(text)
+    """Return a script's text with lines joined as their backslashes are meant
+    (`join_lines_cut_by_blanks`), with a note in `result` on each, and on each comment that ends a
+    command; and without ``time`` before a child shell or block. Raise as `syntax.parse`."""
+    text, cut_lines = join_lines_cut_by_blanks(text)
     # tree-sitter takes a child shell or a block behind it for a word.
     text = re.sub(r"^([ \t]*)time([ \t]+-p)?[ \t]+(?=[({])", r"\1", text, flags=re.M)
     for line in cut_lines:
         reason = "a backslash before a blank does not go on in the next line: read as it is meant"
         result.note(line, reason)
-    for line in lines_of_cuts(text):
+    for line in lines_with_cutting_comment(text):
         reason = "the lines behind it are a command of their own"
         result.note(line, f"this comment ends the command before it: {reason}")
     return text

@@ -82,7 +82,7 @@ def unwrap(text: str, scope: Scope) -> JobText:
     root = syntax.parse(text)
     statements = [node for node in _statements_in(root) if node.type != "comment"]
     documents = [(i, d) for i, node in enumerate(statements) if (d := _find_document(node))]
-    commands = [node for node in syntax.all_below(root) if _name_of(node) == "sbatch"]
+    commands = [node for node in syntax.all_below(root) if _command_name(node) == "sbatch"]
     submits = [(i, c) for i, node in enumerate(statements) if (c := _find_submit(node))]
     if commands and any(_adds_to(d, node) for _, d in documents for node in statements):
         as_it_is.marks[syntax.lines_of(commands[-1])[0]] = LOST, _IN_PARTS
@@ -154,7 +154,7 @@ def _adds_to(document: _Document, node: Node) -> bool:
     """Return whether a statement other than that of the document changes the document's file."""
     code, is_apart = source(node), node.end_byte <= document.body.start_byte
     is_apart |= node.start_byte >= document.end.end_byte
-    file = "|".join(rf"[\"']?{re.escape(form)}(?![\w./-])" for form in _forms(document.file))
+    file = "|".join(rf"[\"']?{re.escape(form)}(?![\w./-])" for form in _spellings(document.file))
     changes = rf">\s*(?:{file})|\b(?:tee|sed\s+-\w*i)\b[^\n;|&]*\s(?:{file})"
     return bool(document.file and is_apart and re.search(changes, code))
 
@@ -170,7 +170,7 @@ def _is_for_submit(node: Node, document: _Document, is_before: bool) -> bool:
     return bool(is_of_file or is_setting or blocks.only_reports(node))
 
 
-def _name_of(node: Node) -> str:
+def _command_name(node: Node) -> str:
     """Return the name of a command without assignments in front of it; '' for any other node."""
     kinds = {child.type for child in node.named_children}
     is_command = node.type == "command" and "variable_assignment" not in kinds
@@ -203,7 +203,7 @@ def _find_document(node: Node) -> _Document | None:
     file = source(files[0].named_children[-1]).strip("\"'") if files else ""
     is_written = len(files) == 1 and source(files[0]).startswith(">") and "pipeline" not in parts
     is_cat = source(command) == "cat" and (is_written if files else "pipeline" in parts)
-    is_submit = _name_of(command) == "sbatch" and not files and "pipeline" not in parts
+    is_submit = _command_name(command) == "sbatch" and not files and "pipeline" not in parts
     has_directives = re.search(r"^\s*#SBATCH", source(parts["body"]), re.M)
     if (is_cat and has_directives) or is_submit:
         return _Document(parts["start"], parts["body"], parts["end"], file)
@@ -221,7 +221,7 @@ def _find_submit(node: Node) -> Node | None:
         if len(readers) != 1:
             return None
         node = readers[0]
-    return node if _name_of(node) == "sbatch" else None
+    return node if _command_name(node) == "sbatch" else None
 
 
 def _reads_document(words: Sequence[Word], document: _Document, scope: Scope) -> bool:
@@ -235,7 +235,7 @@ def _reads_document(words: Sequence[Word], document: _Document, scope: Scope) ->
     words_by_name = {n: word for n, word in scope.values.items() if isinstance(word, Word)}
     texts = {name: word.text for name, word in words_by_name.items() if word.is_static}
     path = re.sub(r"\$\{?(\w+)\}?", lambda match: texts.get(match[1], match[0]), document.file)
-    if path and not (words and words[-1].text in _forms(document.file) | _forms(path)):
+    if path and not (words and words[-1].text in _spellings(document.file) | _spellings(path)):
         return False
     with_code = (word for word in options if not word.is_static)
     remaining = [*options]
@@ -243,7 +243,7 @@ def _reads_document(words: Sequence[Word], document: _Document, scope: Scope) ->
     return not remaining and all(word.text.startswith("-") for word in with_code)
 
 
-def _forms(file: str) -> set[str]:
+def _spellings(file: str) -> set[str]:
     """Return the texts that may name a `file` in another line of the script: with or without
     ``./``, and ``$A`` for ``${A}``."""
     return {file, file.removeprefix("./"), f"./{file}", re.sub(r"\$\{(\w+)\}", r"$\1", file)}

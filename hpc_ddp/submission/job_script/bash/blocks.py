@@ -141,7 +141,7 @@ def _is_print(node: Node) -> bool:
     return is_plain and source(node.child_by_field_name("name")) in ("echo", "printf")
 
 
-def end_job(text: str, words: str) -> str:
+def exit_in_place_of(text: str, words: str) -> str:
     """Return bash code, `text`, with ``exit`` in place of its commands `words`, as
     ``return|continue|break``, which would leave a function or a loop around it: ``[ -d a ] || exit
     1`` for ``[ -d a ] || return 1``. Those of a loop, or a function, in the text itself stay."""

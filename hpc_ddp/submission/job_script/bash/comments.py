@@ -20,15 +20,15 @@ def is_comment(node: Node) -> bool:
     return source(command) == ":" and is_document and is_plain
 
 
-def lines_of_cuts(text: str) -> list[int]:
+def lines_with_cutting_comment(text: str) -> list[int]:
     """Return the lines of a script, from 1, with a comment that ends the command of the line
     before, which a backslash seems to continue behind the comment. Raise as `syntax.parse`."""
     lines = text.split("\n")
     comments = {node.start_point[0] for node in all_below(parse(text)) if node.type == "comment"}
-    return [n + 1 for n in sorted(comments) if n and _is_cut(lines[n - 1 :])]
+    return [n + 1 for n in sorted(comments) if n and _comment_ends_command(lines[n - 1 :])]
 
 
-def _is_cut(lines: list[str]) -> bool:
+def _comment_ends_command(lines: list[str]) -> bool:
     """Return whether the first of some lines goes on, by a backslash, in a comment, behind which
     more of its command seems to come: an option, or an indented word."""
     behind = next((line for line in lines[1:] if line.strip()[:1] not in ("", "#")), "")
@@ -37,7 +37,7 @@ def _is_cut(lines: list[str]) -> bool:
     return bool(is_continued and re.match(r"\s+\S|-", behind))
 
 
-def join_cut_lines(text: str) -> tuple[str, list[int]]:
+def join_lines_cut_by_blanks(text: str) -> tuple[str, list[int]]:
     """Return a script in which a backslash that a blank or a comment follows ends its line, where
     the next line begins with an option or a file of Python; and the lines, from 1, where that is
     so. bash ends the command there, with a word of one blank, which no program expects."""

@@ -180,7 +180,10 @@ def _is_empty(words: list[Word], scope: Scope, is_guessed: bool) -> bool | None:
             name in of_gpus or name in scope.texts or _OF_EACH_JOB.fullmatch(name) for name in names
         )
         return False if is_set else None
-    if any(scope.is_open or name in scope.values or name in scope.shell_names for name in names):
+    if any(
+        scope.has_unknown_names or name in scope.values or name in scope.shell_names
+        for name in names
+    ):
         return None
     if not is_guessed and not scope.guesses.issuperset(names):
         return None
@@ -201,7 +204,7 @@ def branches_of(node: Node) -> Iterable[Branch]:
         )
 
 
-def name_of_default(branches: list[Branch]) -> str:
+def variable_with_default(branches: list[Branch]) -> str:
     """Return the variable to which an ``if`` of one branch gives a default, and does nothing else,
     as ``if [ -z "$A" ]; then A=8; fi``; '' for another ``if``."""
     (condition, lines), *elses = branches
@@ -244,7 +247,7 @@ def running_branch(branches: list[Branch], scope: Scope, is_guessed: bool) -> in
     return len(branches)
 
 
-def running_item(node: Node, scope: Scope) -> int | None:
+def running_case_branch(node: Node, scope: Scope) -> int | None:
     """Return the index of the branch of a ``case``, `node`, that runs; the number of branches where
     none does; None where only the job knows."""
     tested = scope.words([node.child_by_field_name("value")])
@@ -267,7 +270,7 @@ def running_item(node: Node, scope: Scope) -> int | None:
     return len(items)
 
 
-def idle_lines(branches: Iterable[Branch], chosen: int) -> Iterator[tuple[Node, str]]:
+def lines_that_do_not_run(branches: Iterable[Branch], chosen: int) -> Iterator[tuple[Node, str]]:
     """Yield the lines of those branches of an ``if`` that do not run, each with the reason.
     `chosen` is from `running_branch`."""
     for index, (_, lines) in enumerate(branches):

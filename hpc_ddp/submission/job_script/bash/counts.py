@@ -51,7 +51,7 @@ _DIGITS = re.compile(  # without another number in it
 )
 
 
-def fill_parts_in(code: str, scope: Scope) -> str:
+def fill_in_parts(code: str, scope: Scope) -> str:
     """Return code in which texts stand in place of parts of values that are known, the script's or
     Slurm's: with ``--gpus-per-node=a100:3`` 3 for ``${SLURM_GPUS_PER_NODE#*:}``, and for
     ``$(echo $SLURM_GPUS_PER_NODE | cut -d: -f2)``."""
@@ -64,9 +64,9 @@ def fill_parts_in(code: str, scope: Scope) -> str:
 
 
 def known_part(word: Word, scope: Scope) -> Word | None:
-    """Return the text of a `word` of code that `fill_parts_in` fills in; None where it can't, or
+    """Return the text of a `word` of code that `fill_in_parts` fills in; None where it can't, or
     takes the last number for the only one, and where a file may have changed a value."""
-    text = word.text if _DIGITS.search(word.text) else fill_parts_in(word.text, scope)
+    text = word.text if _DIGITS.search(word.text) else fill_in_parts(word.text, scope)
     is_doubtful = any(doubts_in(scope.values.get(name)) for name in word.names)
     return None if is_doubtful or re.search("[$`]", text) else literal(text, word.line)
 
@@ -128,7 +128,7 @@ _PARTS: tuple[tuple[re.Pattern[str], Callable[..., str]], ...] = (
 )
 
 
-def fill_counts_in(code: str, scope: Scope) -> str:
+def fill_in_counts(code: str, scope: Scope) -> str:
     """Return code in which numbers, or variables of Slurm, stand in place of what counts nodes or
     GPUs.
 
@@ -216,11 +216,11 @@ def whole_number(word: Word | None, scope: Scope, pending: tuple[str, ...] = ())
     if word and scope.is_stale(word):  # $A after A=$B, where B is another by now
         return None
     # Step by step the text becomes digits and operators alone, if the number is known.
-    text = fill_parts_in(word.text if word else "", scope)
+    text = fill_in_parts(word.text if word else "", scope)
     default = re.compile(r"\$\{(\w+):?[-=]([^}]*)\}")
     text = default.sub(lambda m: m[2] if m[1] in scope.not_set else f"${m[1]}", text)
     text = re.sub(r"\$\(\((.*?)\)\)", r"(\1)", text, flags=re.S)  # $((A+1)): (A+1)
-    text = fill_counts_in(text, scope)
+    text = fill_in_counts(text, scope)
     text = re.sub(r"\$\(expr (.*?)\)", lambda m: "(" + m[1].replace("\\", "") + ")", text)
     text = re.sub(r"\$?\{?\b([A-Za-z_]\w*)\b\}?", number_of, text)
     if not re.fullmatch(r"[\d()+*/% -]+", text) or "**" in text:  # a power may take for ever

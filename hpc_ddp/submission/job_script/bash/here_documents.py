@@ -31,9 +31,9 @@ _SEMICOLON = re.compile(r"(\".*?\$\{\w+:?[-+])([^{}\"]*(?:\$\{\w+\}[^{}\"]*)*;)\
 
 def for_parser(text: str) -> str:
     """Return a script that the parser reads as bash reads `text`: here-documents are written in
-    another way (`with_plain_ends`, `as_assignments`, `as_texts`), and in double quotes the text of
+    another way (`with_plain_ends`, `as_assignments`, `as_bash_c`), and in double quotes the text of
     ``${NAME:+text;}`` gets quotes of its own."""
-    text = as_texts(as_assignments(with_plain_ends(text)))
+    text = as_bash_c(as_assignments(with_plain_ends(text)))
     return _SEMICOLON.sub(r'\1"\2"}', text)
 
 
@@ -71,7 +71,7 @@ def as_assignments(text: str) -> str:
     return _READ.sub(_assignment, text)
 
 
-def as_texts(text: str) -> str:
+def as_bash_c(text: str) -> str:
     """Return a script in which each shell that reads its commands from a here-document, as ``bash
     <<EOF``, gets them as a text: ``bash -c '…'``. Lines keep their numbers."""
     return _SHELL.sub(_shell_with_text, text)

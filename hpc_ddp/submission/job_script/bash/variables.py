@@ -61,7 +61,8 @@ _CHANGES = re.compile(r"S?RANDOM|SECONDS|LINENO|BASHPID|EPOCH(REAL)?SECONDS")  #
 class Scope:
     """The variables of a script at one point: `values` by name, None for a value that only the job
     knows. `numbers` and `texts` are values of Slurm's variables that follow from the directives.
-    `is_open`: an unknown text may have set any. `versions`: how often each has been set so far."""
+    `has_unknown_names`: an unknown text may have set any. `versions`: how often each has been set
+    so far."""
 
     values: dict[str, Value] = field(default_factory=dict)
     numbers: dict[str, int] = field(default_factory=dict)
@@ -70,7 +71,7 @@ class Scope:
     arguments: Sequence[Word] | None = None  # of the script, function or bash -c; None: unknown
     arguments_are_set: bool = False  # a set-up line gives the job the script's arguments
     lacks_arguments: bool = False  # the script is taken to be submitted without any
-    is_open: bool = False
+    has_unknown_names: bool = False
     secrets: dict[str, Word] = field(default_factory=dict)  # values of variables that hold one
     hides: Callable[[str, str], bool] = lambda name, text: False  # whether a value is a secret
     formatted: set[str] = field(default_factory=set)  # variables whose values bash changes
@@ -176,8 +177,8 @@ class Scope:
             self.values[name] = [*without_tail(old, tail), tail]
         elif old is not None:
             part = self._code_part(code[1], False)
-            is_open = old.parts[-1:] and old.parts[-1].text == part.text
-            parts = old.parts[:-1] if is_open else (*old.parts, Part(" "))
+            is_left_open = old.parts[-1:] and old.parts[-1].text == part.text
+            parts = old.parts[:-1] if is_left_open else (*old.parts, Part(" "))
             self.values[name] = replace(old, parts=(*parts, part))
 
     def _is_left_open(self, name: str) -> bool:
@@ -218,10 +219,10 @@ class Scope:
         if first != "cd" and re.search(rf"(^|{before})(cd|pushd|popd)\b", text):
             self.set("PWD", None)
 
-    def open_names(self, line: int) -> None:
-        """Set `is_open`, for a command of a `line` that may set any variable. The values that the
-        script has set so far stay, with that line as their parts' `doubt`."""
-        self.is_open = True
+    def doubt_values(self, line: int) -> None:
+        """Set `has_unknown_names`, for a command of a `line` that may set any variable. The values
+        that the script has set so far stay, with that line as their parts' `doubt`."""
+        self.has_unknown_names = True
         for name, assigned in self.values.items():
             if self.versions[name] and assigned and name != "PWD":
                 self.values[name] = with_doubt(assigned, (name, line))
@@ -393,7 +394,12 @@ class Scope:
             return True
         # Only the job knows an argument behind a `set --` or `getopts`.
         is_of_job = name.isdigit() and self.arguments_are_set and self.arguments is None
-        if self.is_open or OF_A_JOB.fullmatch(name) or is_of_job or name in self.shell_names:
+        if (
+            self.has_unknown_names
+            or OF_A_JOB.fullmatch(name)
+            or is_of_job
+            or name in self.shell_names
+        ):
             return False
         if self.arguments is None or not name.isdigit():
             self.defaults.add(name)

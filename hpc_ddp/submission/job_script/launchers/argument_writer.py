@@ -33,7 +33,7 @@ class ArgumentWriter:
     batch_variables: set[str]  # those whose values it puts into the text that a task runs
     task_variables: set[str]  # those that each task sets for itself
     batch_words: set[str] = field(default_factory=set)  # which the batch script expands
-    is_open: bool = False  # a line of the batch script may set any variable
+    has_unknown_names: bool = False  # a line of the batch script may set any variable
     is_evaluated: bool = False  # an ``eval`` makes the launch: bash reads the variables' values
     key: str = "setup"  # of the set-up lines that run where the launch does
     count: int = 0  # variables ARGUMENTS_n that set-up lines have so far
@@ -120,7 +120,7 @@ class ArgumentWriter:
         is_of_task = name in self.task_variables or any(map(is_of_worker, word.names))
         if is_of_task and self.key != "setup":
             self.result.append(self.key, line, at)
-        elif not self.is_open and name not in self.assigned and word.is_static:
+        elif not self.has_unknown_names and name not in self.assigned and word.is_static:
             self.result.env[name] = word.text, at
         else:
             self.result.append("setup", line, at)

@@ -1,6 +1,6 @@
 """The tools of containers, each of which starts a launcher or the program in an image.
 
-The functions are as in `workers`.
+How the functions are called, `torchrun.py` says.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ class Launch:
     cpus: int | None = None
     machines: int | None = None  # nodes of each training of the launcher, 1 by its default
     gpus: dict[str, str] = field(default_factory=dict)
-    node_words: bool = False  # it names the nodes that it runs on
+    names_nodes: bool = False  # it names the nodes that it runs on
     in_loop: bool = False  # it stands in a loop over the nodes
     is_evaluated: bool = False  # by ``eval``, which reads its words once more
     enters_container: bool = False  # after lines that each task runs outside of it
@@ -70,7 +70,9 @@ class Launch:
     options: dict[str, tuple[Word | None, int]] = field(default_factory=dict)
     settings: dict[str, list[Word]] = field(default_factory=dict)
     env: dict[str, Word] = field(default_factory=dict)
-    passed_on: set[str] = field(default_factory=set)  # variables that the launcher sets itself
+    launcher_variables: set[str] = field(
+        default_factory=set
+    )  # variables that the launcher sets itself
     files: dict[str, str] = field(default_factory=dict)
     outputs: list[str] = field(default_factory=list)
     unset: dict[str, tuple[int, bool]] = field(default_factory=dict)
@@ -140,7 +142,7 @@ class Launch:
         - ``=KEY``: a setting with one value; ``!KEY``: a setting that is true
         - ``+KEY``, ``&KEY``, ``%KEY``: an entry of a list (`_add_option`)
 
-        Each option is noted in `options`, in `gpus` if it asks for GPUs, and in `node_words` if it
+        Each option is noted in `options`, in `gpus` if it asks for GPUs, and in `names_nodes` if it
         names nodes. `marks` gets those that are ``ours`` or ``lost``, and numbers of nodes, tasks
         and processes, which are lost where only the job knows them.
         """
@@ -176,7 +178,7 @@ class Launch:
                 self._set_number(key, operand, scope, word.line, f"{launcher} --{name}")
             if operand and re.match(r"gres|gpus", name):
                 self.gpus[name] = operand.text
-            self.node_words |= name == "nodelist"
+            self.names_nodes |= name == "nodelist"
         return remaining[1:] if remaining and remaining[0].text == "--" else remaining
 
     def _add_option(self, use: str, name: str, operand: Word | None, written: list[Word]) -> None:
@@ -224,7 +226,7 @@ class Launch:
                 text = f'{option}: a range: nodes = "{ends[0]}"'
             self.mark(line, LOST, text)
 
-    def take_from(self, outer: Launch) -> None:
+    def inherit_from(self, outer: Launch) -> None:
         """Add to this launch, of the text of a ``bash -c``, what the launch around it says, as the
         options of srun. The words of settings are joined, those of `outer` first, and so are the
         marks. A number, a variable or a request for GPUs of `outer` counts where this launch has
@@ -242,7 +244,7 @@ class Launch:
                 self.mark(line, LOST, f'env -u {name} before a script: setup = ["unset {name}"]')
         self.unset = (unset if outer.step else {}) | self.unset
         self.gpus, self.env = outer.gpus | self.gpus, outer.env | self.env  # its own go before
-        self.node_words |= outer.node_words
+        self.names_nodes |= outer.names_nodes
         self.outputs = [*outer.outputs, *self.outputs]
         self.enters_container = bool(self.settings.keys() & {"image", "container"})
         self.marks = [*outer.marks, *self.marks]
@@ -257,7 +259,7 @@ class Launch:
         return bool(re.search("--(container-workdir|pwd)", options))
 
     @property
-    def command(self) -> tuple[str, ...]:
+    def training_key(self) -> tuple[str, ...]:
         """The part of a launch that two launches of the same training share: the launcher's kind,
         its number of workers, its variables, those that it unsets, and the words of the program
         that it starts."""

@@ -20,7 +20,6 @@ from hpc_ddp.submission.job_script.launchers.option_names import (
     is_launcher,
 )
 from hpc_ddp.submission.job_script.launchers.tasks import (
-    convert_ssh,
     may_train,
     read_env,
     read_horovodrun,
@@ -28,6 +27,7 @@ from hpc_ddp.submission.job_script.launchers.tasks import (
     read_scl,
     read_shell,
     read_srun,
+    srun_in_place_of_ssh,
     take_command,
 )
 from hpc_ddp.submission.job_script.launchers.torchrun import read_torchrun
@@ -74,12 +74,12 @@ def read_launch(
     folder, remaining = scope.values.get("PWD"), list(words)
     launch.folder = folder.text if isinstance(folder, Word) else None
     if in_loop and words and words[0].text == "ssh":
-        remaining = convert_ssh(remaining)
+        remaining = srun_in_place_of_ssh(remaining)
         if not re.search(r"\bcd\s", remaining[-1].text):
             text = "ssh starts it in the home folder: relative paths are the job folder's now"
             launch.mark(launch.line, "", text)
     while remaining and not launch.program and launch.inner is None:
-        remaining[0] = _take_default(remaining[0], launch, scope)
+        remaining[0] = _launcher_by_default(remaining[0], launch, scope)
         name = remaining[0].text.rsplit("/", 1)[-1]
         if launch.set_variable(remaining[0]):
             remaining.pop(0)
@@ -107,7 +107,7 @@ def read_launch(
             is_run |= scope.counted == Counted.COMMANDS and f" -m {name} " in _text_of(remaining)
             is_counted = is_run or (is_counted and not starts_workers)
             is_of_task = launch.step and (not step or is_path or remaining[0].code)
-            if _is_prefix(remaining):
+            if _has_unknown_prefix(remaining):
                 text = f"{remaining[0].text} before the launch: only the job knows it"
                 launch.mark(remaining.pop(0).line, LOST, text)
                 continue
@@ -126,7 +126,7 @@ def _text_of(words: Sequence[Word]) -> str:
     return " ".join(word.text for word in words)
 
 
-def _take_default(word: Word, launch: Launch, scope: Scope) -> Word:
+def _launcher_by_default(word: Word, launch: Launch, scope: Scope) -> Word:
     """Return the default of a variable that is a whole `word`, with a note in `launch`, where that
     is a launcher: ``srun`` for ``$RUN`` after ``RUN=${RUN:-srun}``, which a file that is sourced
     before may have set. Return any other word as it is."""
@@ -140,7 +140,7 @@ def _take_default(word: Word, launch: Launch, scope: Scope) -> Word:
     return literal(match[2], word.line)
 
 
-def _is_prefix(words: Sequence[Word]) -> bool:
+def _has_unknown_prefix(words: Sequence[Word]) -> bool:
     """Return whether the first of `words` is a variable before a launcher of workers or Python."""
     name = r"(.*/)?(python[\d.]*|torchrun|accelerate|deepspeed)"
     is_variable = bool(words[0].code) and words[0].code == list(words[0].parts)

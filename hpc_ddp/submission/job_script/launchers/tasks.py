@@ -1,6 +1,6 @@
 """The launchers of tasks, each of which starts the next one.
 
-The functions are as in `workers`.
+How the functions are called, `torchrun.py` says.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ _NO_TRAINING = re.compile(
 )
 
 
-def convert_ssh(words: list[Word]) -> list[Word]:
+def srun_in_place_of_ssh(words: list[Word]) -> list[Word]:
     """Return the words of an srun that starts the command which an ssh starts on a node: ``srun
     bash -c "python train.py"`` for ``ssh -q $NODE python train.py``. Without a command return
     `words`, those of the ssh."""
@@ -164,7 +164,7 @@ def read_srun(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
         if not is_split and kind_before_command(remaining, scope) != Kind.OPTIONS:
             break  # it is the program
         unknown = remaining[0]
-        is_set = {*unknown.names} & scope.values.keys() or scope.is_open
+        is_set = {*unknown.names} & scope.values.keys() or scope.has_unknown_names
         if re.search("auto_?resume", unknown.text, re.I):  # SageMaker HyperPod's --auto-resume=1
             launch.mark(unknown.line, OURS, f"srun {unknown.text}")
         elif is_set or not all(part.name for part in unknown.parts):
@@ -258,7 +258,9 @@ def follows_training(name: str, arguments: str, training: Launch) -> bool:
     """Return whether a program of Python behind the `training`, by its `name` and `arguments`, is
     no second training: it tests or finishes a run, or nothing of it says that it may train. Where
     the training itself is plain Python whose name says nothing, any other program may train."""
-    program, name = (re.sub(r"\.py$", "", n).rsplit(".", 1)[-1] for n in (name_of(training), name))
+    program, name = (
+        re.sub(r"\.py$", "", n).rsplit(".", 1)[-1] for n in (program_name(training), name)
+    )
     is_clear = "$" not in name and (training.weight > 1 or TRAINS.search(program))
     words = f"{name} {arguments.strip().partition(' ')[0]}"  # the first may be a command
     may_train = bool(TRAINS.search(name) or _MAY_TRAIN.search(words))
@@ -266,7 +268,7 @@ def follows_training(name: str, arguments: str, training: Launch) -> bool:
     return only_ends_run(name, arguments) or bool(is_clear and not may_train)
 
 
-def only_follows(text: str, training: Launch | None) -> bool:
+def programs_follow_training(text: str, training: Launch | None) -> bool:
     """Return whether each Python program that a `text` behind the `training` starts, one at least,
     is no second training; below a launcher it must test or finish a run."""
     programs = [(match["name"], match["arguments"]) for match in _PROGRAM.finditer(text)]
@@ -275,7 +277,7 @@ def only_follows(text: str, training: Launch | None) -> bool:
     return bool(programs) and all(follows_training(*program, training) for program in programs)
 
 
-def name_of(launch: Launch) -> str:
+def program_name(launch: Launch) -> str:
     """Return the name of a launch's program, without its folder: of a tool that starts it, as in
     ``uv run python train.py``, or a shell, the first word behind that is a file or follows ``-m``.
     """
@@ -288,9 +290,9 @@ def name_of(launch: Launch) -> str:
     return "".join(texts[:1]).rsplit("/", 1)[-1]
 
 
-def prepares(launch: Launch) -> bool:
+def prepares_training(launch: Launch) -> bool:
     """Return whether the name of a launch's program says that it prepares a training."""
-    return bool(PREPARES.search(name_of(launch)))
+    return bool(PREPARES.search(program_name(launch)))
 
 
 def may_train(words: Sequence[Word]) -> bool:

@@ -13,16 +13,16 @@ from hpc_ddp.submission.job_script.bash.conditions import (
     Branch,
     branch_without_arguments,
     branches_of,
-    idle_lines,
-    name_of_default,
+    lines_that_do_not_run,
     running_branch,
-    running_item,
+    running_case_branch,
+    variable_with_default,
 )
 from hpc_ddp.submission.job_script.bash.syntax import Node, commands_of, source
 from hpc_ddp.submission.job_script.bash.words import Part, Word
 from hpc_ddp.submission.job_script.conversion import OURS
 from hpc_ddp.submission.job_script.launchers.launch import Launch
-from hpc_ddp.submission.job_script.launchers.tasks import prepares
+from hpc_ddp.submission.job_script.launchers.tasks import prepares_training
 from hpc_ddp.submission.job_script.statements.loaded_texts import doubts_on_names, sentences_on
 from hpc_ddp.submission.job_script.statements.open_commands import replaces_launch
 from hpc_ddp.submission.job_script.statements.reader_state import Reading
@@ -53,7 +53,7 @@ class BranchReading(Reading):
         reports, is_list = all(map(only_reports_or_requeues, bodies)), condition.type == "list"
         is_asked = has_launch and (reports or not (is_list or any(map(self._has_launch, bodies))))
         if is_asked and self._has_launch(condition):
-            self._resolve(node, VERDICT, OURS)
+            self._mark_lines(node, VERDICT, OURS)
             first = condition.named_children[0] if condition.type == "pipeline" else condition
             command = first.named_children[-1] if first.type == "negated_command" else first
             text = edit_code(node, [(command.start_byte, condition.end_byte, ENDED)])
@@ -61,7 +61,7 @@ class BranchReading(Reading):
                 self._read_node(condition)
                 if not is_list:
                     launch = self.statements[-1].launch
-                    self._add(node, text, reports=reports, asks=launch)
+                    self._add(node, text, is_report=reports, reported_launch=launch)
             return
         chosen = self._choose_branch(node, branches, has_launch)
         common = find_common_launch(branches, self._read_apart) if has_launch else None
@@ -74,9 +74,9 @@ class BranchReading(Reading):
             for line in (
                 line for i, (_, lines) in enumerate(branches) if i != chosen for line in lines
             ):
-                self._resolve(line, "the same program, in another branch", OURS)
+                self._mark_lines(line, "the same program, in another branch", OURS)
         if chosen is None:
-            self._add_choice(node, branches)
+            self._add_unknown_branches(node, branches)
             return
         self._read_branch(node, branches, chosen)
 
@@ -89,33 +89,33 @@ class BranchReading(Reading):
 
     def _case_statement(self, node: Node) -> None:
         """Append a ``case``: as an ``if`` with a condition for each pattern (`_if_statement`)."""
-        chosen = running_item(node, self.scope)
+        chosen = running_case_branch(node, self.scope)
         branches = branches_of_case(node)
         if chosen is None or (self._is_check(branches, chosen) and not self._has_launch(node)):
-            self._add_choice(node, branches)
+            self._add_unknown_branches(node, branches)
         else:
             self._read_branch(node, branches, chosen)
 
     def _read_branch(self, node: Node, branches: list[Branch], chosen: int) -> None:
         """Append the statements of the `branches` of an ``if`` or ``case``, `node`, that runs."""
-        for child, reason in idle_lines(branches, chosen):
-            self._resolve(child, reason, OURS)
-        self._resolve(node, "it chooses one branch")
+        for child, reason in lines_that_do_not_run(branches, chosen):
+            self._mark_lines(child, reason, OURS)
+        self._mark_lines(node, "it chooses one branch")
         conditions = [command for condition, _ in branches for command in condition]
         conditions += node.children_by_field_name("value") if node.type == "case_statement" else []
         for text in sentences_on(doubts_on_names(conditions, self.scope)):
-            self.notes.append((self._at(node)[0], text))
+            self.notes.append((self._lines_of(node)[0], text))
         for _, lines in branches[chosen : chosen + 1]:  # none where each condition is false
             self._read_lines(lines)
 
-    def _add_choice(self, node: Node, branches: list[Branch]) -> None:
+    def _add_unknown_branches(self, node: Node, branches: list[Branch]) -> None:
         """Append an ``if`` or ``case`` of which only the job knows the branch that runs: as one
         statement, behind which stands the launch of all branches, if there is one
         (`choose_arguments`), or in front of the lines of the only branch with one
         (`guard_only_launch`). Else it is lost if a launch is in it."""
         has_launch = self._has_launch(node)
         statements = self._read_apart(commands_of(node)) if has_launch else []
-        has_launch = any(s.launch and not prepares(s.launch) for s in statements)
+        has_launch = any(s.launch and not prepares_training(s.launch) for s in statements)
         is_chosen = has_launch and not self._place.in_task
         chosen = choose_arguments(node, branches, self._read_apart) if is_chosen else None
         is_guarded = has_launch and not self._place.in_text and blocks.is_last(node)
@@ -127,9 +127,9 @@ class BranchReading(Reading):
             self._add(node, guard[0])
             self._read_lines(branches[guard[1]][1])
         else:
-            self._add_choices(node, CHOOSES if has_launch else "")
+            self._add_as_one(node, CHOOSES if has_launch else "")
 
-    def _add_choices(self, node: Node, lost: str) -> None:
+    def _add_as_one(self, node: Node, lost: str) -> None:
         """Append a condition or loop, `node`, as one statement, which is lost for the reason `lost`
         if it is not ''; then `choices` has its launches."""
         parts = self._read_apart(commands_of(node)) if lost else []
@@ -148,10 +148,10 @@ class BranchReading(Reading):
             self._read_node(line)
 
     def _choose_branch(self, node: Node, branches: list[Branch], has_launch: bool) -> int | None:
-        """Return the index of the branch of an ``if``, `node`, that runs, as `running_branch`
-        does. Variables that nothing sets are taken to be unset where a launch is in a branch, or a
-        branch replaces the words of one, and where the branch is the default of the variable that
-        it asks for (`name_of_default`). None, too, for a branch without a launch that ends the
+        """Return the index of the branch of an ``if``, `node`, that runs, as `running_branch` does.
+        Variables that nothing sets are taken to be unset where a launch is in a branch, or a branch
+        replaces the words of one, and where the branch is the default of the variable that it asks
+        for (`variable_with_default`). None, too, for a branch without a launch that ends the
         script: it checks what is not known here."""
         if self._gives_default(branches):
             return 0
@@ -176,7 +176,7 @@ class BranchReading(Reading):
     def _gives_default(self, branches: list[Branch]) -> bool:
         """Return whether the only one of the `branches` of an ``if`` gives a variable its default,
         and the variable is taken to need it."""
-        name = name_of_default(branches)
+        name = variable_with_default(branches)
         return bool(name) and self.scope.needs_default(name, ":-")
 
 
@@ -204,7 +204,7 @@ def find_common_launch(branches: list[Branch], read: ReadLines) -> tuple[int, La
         texts = [s.text for s in statements if not (s.launch or (s.in_task and s.first == "cd"))]
         commands.add(tuple(texts))
     is_common = len(launches) == len(branches) and len(commands) == 1 and not branches[-1][0]
-    if not is_common or len({launch.command for launch in launches}) > 1:
+    if not is_common or len({launch.training_key for launch in launches}) > 1:
         return None
     return max(enumerate(launches), key=lambda pair: pair[1].weight)
 

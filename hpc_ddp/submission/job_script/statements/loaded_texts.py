@@ -65,7 +65,7 @@ def forget_loaded_names(
 
     A variable that a text does not set keeps its value. Where a text is not known, as that of a
     file which can't be read here, each value gets a doubt, with the `line` of the command
-    (`Scope.open_names`). Functions that the texts define go to ``scope.loaded_functions``: a call
+    (`Scope.doubt_values`). Functions that the texts define go to ``scope.loaded_functions``: a call
     of one is a text as well. `functions` is as in `names_set_by_calls`. Raise as `syntax.parse`.
     """
     texts, is_unknown = _loaded_texts(node, scope, functions)
@@ -74,7 +74,7 @@ def forget_loaded_names(
         names |= (of_text := names_set_in(parse(text)))
         scope.forget_changes(text, "", of_text, frozenset())
     if is_unknown:
-        scope.open_names(line)
+        scope.doubt_values(line)
     return {name for name in names if not (is_of_hpc_ddp(name) or name.endswith("PATH"))}
 
 

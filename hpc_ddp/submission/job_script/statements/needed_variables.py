@@ -48,7 +48,7 @@ def take_shell_variables(
 
     The `statements` are those of the script; `set_by_lines` are the variables that lines in
     `result` set. Variables of each job and of bash itself do not count. To be called when all
-    settings are in `result`, after `program.take_launch`.
+    settings are in `result`, after `launch_settings.take_launch`.
     """
     lists = {key: dict(entries) for key, entries in result.lists.items()}
     lines = "\n".join(text for key in _OF_LINES & lists.keys() for text in lists[key])

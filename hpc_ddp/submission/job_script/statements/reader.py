@@ -21,9 +21,9 @@ from hpc_ddp.submission.job_script.statements.requeues_and_deletions import does
 from hpc_ddp.submission.job_script.statements.rules import DECIDED, ENDED, first_reason
 from hpc_ddp.submission.job_script.statements.statement import (
     Statement,
-    calls,
+    calls_function,
     changes_folder,
-    inner_text,
+    text_of_bash_c,
 )
 
 _ENDS = re.compile(r"exit\b[^;&|\n]*$|exec\s+[^-<>&\d\s][^;&|\n]*$")  # exec of a program
@@ -48,11 +48,11 @@ class Reader(BranchReading):
         without such a method is one statement, which is lost if a launch is in it."""
         kind = node.type
         is_block = kind in ("compound_statement", "subshell") and self._has_launch(node)
-        with self._part(node):
+        with self._as_part(node):
             if is_block or kind in ("program", "do_group"):
                 self._read_children(node)
             elif is_comment(node):
-                self._resolve(node, "a comment", OURS)
+                self._mark_lines(node, "a comment", OURS)
             elif handler := getattr(self, f"_{kind}", None):
                 handler(node)
             elif kind == "ERROR":
@@ -67,13 +67,13 @@ class Reader(BranchReading):
         end = 0
         for child in node.children:
             if end and child.is_named and not is_comment(child):
-                self._resolve(child, f"never reached: line {end} ends the script", OURS)
+                self._mark_lines(child, f"never reached: line {end} ends the script", OURS)
             elif child.is_named:
                 self._read_node(child)
                 if node.type == "program" and _ENDS.match(source(child)):
-                    end = self._at(child)[0]
+                    end = self._lines_of(child)[0]
         if node.type != "program":
-            self._resolve(node, "its lines were taken one by one")
+            self._mark_lines(node, "its lines were taken one by one")
 
     _variable_assignments = _read_children  # several assignments in one line
 
@@ -97,7 +97,7 @@ class Reader(BranchReading):
                 if child.type == "variable_assignment":
                     self._variable_assignment(child, exported)
                 elif child.type == "variable_name" and not exported:
-                    self._resolve(child, "it sets nothing", OURS)
+                    self._mark_lines(child, "it sets nothing", OURS)
                 elif child.type == "variable_name":
                     name = source(child)
                     self._add(child, name=name, assigned=self.scope.values.get(name), exported=True)
@@ -116,7 +116,7 @@ class Reader(BranchReading):
         is_inner = self._place.lines is not None  # the nodes' lines are not the script's
         words = [
             word for child in nodes
-            for word in self.scope.words([child], self._at(child)[0] if is_inner else None)
+            for word in self.scope.words([child], self._lines_of(child)[0] if is_inner else None)
         ]  # fmt: skip
         if around is None and self._enclosing:  # by this command itself
             self._enclosing[-1].words = words
@@ -125,7 +125,7 @@ class Reader(BranchReading):
             with self._output_to(output):
                 self._read_call(first, words[1:], node)
             return
-        code = " ".join(map(inner_text, words[1:])) if first == "eval" else ""
+        code = " ".join(map(text_of_bash_c, words[1:])) if first == "eval" else ""
         is_printed = re.match(r"\s*[\"']?(\$\(|`)", code)  # what another command prints
         if code and not is_printed and self._has_launch(code):
             with self._output_to(output):
@@ -140,8 +140,10 @@ class Reader(BranchReading):
             self._exports_all = switch[1] == "-"
         is_function = first in self._functions  # of no launch, whatever its name
         launch = self._make_launch(node, [] if is_function else words, assignments, around or node)
-        if launch.inner and self._has_launch(inner_text(launch.inner), launch.step, launch.args):
-            self._resolve(around or node, "the launch")
+        if launch.inner and self._has_launch(
+            text_of_bash_c(launch.inner), launch.step, launch.args
+        ):
+            self._mark_lines(around or node, "the launch")
             self._read_inner(launch, node, output)
         elif not launch.weight or launch.inner is not None:
             is_of_arguments = first in ("shift", "getopts") and not self.scope.arguments_are_set
@@ -167,9 +169,9 @@ class Reader(BranchReading):
         count = len(self.statements)
         self._read_text(code, node, self._place.step)
         for launch in (s.launch for s in self.statements[count:] if s.launch):
-            launch.mark_evaluated(words, self.scope, self._at(node)[0])
+            launch.mark_evaluated(words, self.scope, self._lines_of(node)[0])
             for text in sentences_on({doubt for word in words for doubt in doubts_in(word)}):
-                launch.mark(self._at(node)[0], "", text)
+                launch.mark(self._lines_of(node)[0], "", text)
 
     def _read_inner(self, outer: Launch, node: Node, output: str) -> None:
         """Append the statements in the text of a ``bash -c``, read in a child shell: `outer` is its
@@ -186,7 +188,7 @@ class Reader(BranchReading):
         self._place = replace(place, in_image=place.in_image or in_image)
         with self._child_shell(outer.args, False):
             self.scope.set("0", outer.inner_name)
-            self._read_text(inner_text(word), node, step, outer.inner.line)
+            self._read_text(text_of_bash_c(word), node, step, outer.inner.line)
         self._place = place
         for statement in (s for s in self.statements if id(s) not in earlier):
             self._give_to_inner(statement, outer, node, output)
@@ -198,7 +200,7 @@ class Reader(BranchReading):
         options of `outer`, the text of `node`, and the file `output` unless it writes to one."""
         statement.outer = outer if statement.in_task else None
         if statement.launch is not None:
-            statement.launch.take_from(outer)
+            statement.launch.inherit_from(outer)
             statement.output = statement.output or output
             statement.text = source(node)
 
@@ -208,7 +210,9 @@ class Reader(BranchReading):
         of `node`, unless its own are known (`syntax.shift_of`). Raise as `syntax.parse`."""
         before, count = self._place, len(self.statements)
         shift = syntax.shift_of(node, text, line) if before.lines is None else None
-        self._place = replace(before, lines=self._at(node), shift=shift, step=step, in_text=True)
+        self._place = replace(
+            before, lines=self._lines_of(node), shift=shift, step=step, in_text=True
+        )
         self.read(text)
         for statement in self.statements[count:]:
             if re.fullmatch(r"\$\{\w+\}", statement.text):  # commands, and not the words of one
@@ -245,7 +249,7 @@ class Reader(BranchReading):
         if node.type == "list" and node.children[1].type == "&&":  # [ -z "$A" ] && A=8
             branch = [first], [node.named_children[-1]]
             if self._gives_default([branch]):
-                self._resolve(node, "a default")
+                self._mark_lines(node, "a default")
                 self._read_node(branch[1][0])
                 return
         if commands and node.type == "list":
@@ -271,7 +275,7 @@ class Reader(BranchReading):
         is_test = re.match(r"(\[|test\b|!)", source(first)) or sign == "||"
         if is_test and not self._has_launch(first):
             if self._place.in_text or not blocks.is_last(node):
-                self._add_choices(node, CHOOSES)
+                self._add_as_one(node, CHOOSES)
                 return
             self._add(first, f"{source(first)} {'||' if sign == '&&' else '&&'} exit")
             self._read_node(last)
@@ -293,11 +297,11 @@ class Reader(BranchReading):
         reports = blocks.only_reports(reported, self._find_reporting_functions())
         of_ours = not (reports or does_more(source(last)))
         if of_ours and (reason := first_reason(DECIDED, source(last), True)):
-            self._resolve(last, reason, OURS)
-            self.notes.append((self._at(last)[0], reason))  # the line may be the launch's
+            self._mark_lines(last, reason, OURS)
+            self.notes.append((self._lines_of(last)[0], reason))  # the line may be the launch's
         else:
             text = f"{ENDED} {sign} {source(last)}"
-            self._add(last, text, reports=reports, asks=launching.launch)
+            self._add(last, text, is_report=reports, reported_launch=launching.launch)
 
     def _end_after_failures(self, count: int) -> None:
         """Have each command from the statement `count` on end the script if it fails, as in front
@@ -317,8 +321,10 @@ class Reader(BranchReading):
         """Put the definition of each function that is read where it is called back before the first
         statement that calls it and is no launch: ``run`` of ``run module load a``. Return the new
         index of the statement with the index `at`."""
-        for definition in self.called:
-            indexes = (i for i, s in enumerate(self.statements) if calls(s, definition.defines))
+        for definition in self.called_definitions:
+            indexes = (
+                i for i, s in enumerate(self.statements) if calls_function(s, definition.defines)
+            )
             if (index := next(indexes, None)) is not None:
                 self.statements.insert(index, definition)
                 at += index <= at
@@ -333,14 +339,14 @@ class Reader(BranchReading):
         arguments `words`. Remove the statements of its definition and of its export."""
         definition, statement, place = self._functions.pop(name)  # it may call itself
         before = self.scope.arguments, self.scope.arguments_are_set, self._place
-        self._resolve(node, f"calls {name}")
-        self._place = self._place.of_call(place, Statement(source(node), self._at(node)))
-        self._resolve(definition, f"the function {name}, read where it is called")
+        self._mark_lines(node, f"calls {name}")
+        self._place = self._place.of_call(place, Statement(source(node), self._lines_of(node)))
+        self._mark_lines(definition, f"the function {name}, read where it is called")
         exports = rf"(export|declare)\s+-\w*f\s+{name}\s*"
         removed = [s for s in self.statements if s is statement or re.fullmatch(exports, s.text)]
         for line in (s.lines[0] for s in removed):
-            self.resolved.setdefault(line, (OURS, f"{name} is read where it is called"))
-        self.called += [s for s in removed if s is statement]
+            self.other_marks.setdefault(line, (OURS, f"{name} is read where it is called"))
+        self.called_definitions += [s for s in removed if s is statement]
         removed_ids = set(map(id, removed))
         self.statements = [s for s in self.statements if id(s) not in removed_ids]
         self.scope.arguments, self.scope.arguments_are_set = words, False
@@ -356,19 +362,19 @@ class Reader(BranchReading):
         has_launch, lacks_arguments = self._has_launch(node), self.scope.lacks_arguments
         if self.scope.arguments is None and lacks_arguments and loops.is_for_arguments(node):
             self.scope.defaults.add("@")
-            self._resolve(node, "the script's arguments: there are none", OURS)
+            self._mark_lines(node, "the script's arguments: there are none", OURS)
             return
         words = self.scope.words(node.children_by_field_name("value")) if has_launch else []
         if len(words) == 1 and words[0].is_static:
             self._read_loop_over_word(node, words[0])
         elif has_launch and (command := loops.retried_command(node)):
-            self._resolve(node, "hpc-ddp starts it again after a failure", OURS)
+            self._mark_lines(node, "hpc-ddp starts it again after a failure", OURS)
             self._read_node(command)
         elif has_launch and loops.starts_on_nodes(source(node)):
             self._read_loop_over_nodes(node)
         else:
             reason = "a loop of launches: hpc-ddp sweep, or a job for each"
-            self._add_choices(node, reason if has_launch else "")
+            self._add_as_one(node, reason if has_launch else "")
 
     _c_style_for_statement = _while_statement = _for_statement
 
@@ -378,9 +384,12 @@ class Reader(BranchReading):
         name = source(node.child_by_field_name("variable"))
         self.scope.set(name, word)
         self._add(node.children[0], f"{name}={word.as_bash()}", name=name, assigned=word)
-        self._resolve(node, "a loop over one word")
-        before, leaves = self._place, "|".join(filter(None, (self._place.leaves, "continue|break")))
-        self._place = replace(before, leaves=leaves)
+        self._mark_lines(node, "a loop over one word")
+        before, leaves = (
+            self._place,
+            "|".join(filter(None, (self._place.leave_commands, "continue|break"))),
+        )
+        self._place = replace(before, leave_commands=leaves)
         self._read_node(node.child_by_field_name("body"))
         self._place = before
 
@@ -394,7 +403,7 @@ class Reader(BranchReading):
         if name := loops.counter_of(source(node)):
             self.scope.set(name, Word((Part("$SLURM_NODEID", is_code=True),)))
             self.node_variables.discard(name)
-        self._resolve(node, "a loop over the nodes: hpc-ddp starts all of them")
+        self._mark_lines(node, "a loop over the nodes: hpc-ddp starts all of them")
         before, self._place = self._place, replace(self._place, in_loop=True)
         self._read_node(node.child_by_field_name("body"))
         self._place = before

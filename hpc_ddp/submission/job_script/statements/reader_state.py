@@ -12,7 +12,7 @@ from typing import Any
 
 from hpc_ddp.core.job.variables import is_of_hpc_ddp
 from hpc_ddp.submission.job_script.bash import syntax
-from hpc_ddp.submission.job_script.bash.blocks import end_job, names_set_in
+from hpc_ddp.submission.job_script.bash.blocks import exit_in_place_of, names_set_in
 from hpc_ddp.submission.job_script.bash.counts import whole_number
 from hpc_ddp.submission.job_script.bash.syntax import Node, source
 from hpc_ddp.submission.job_script.bash.variables import Scope
@@ -46,7 +46,7 @@ class Reading(ABC):
     ----------
     scope
         the variables at the place that is read now
-    resolved
+    other_marks
         (group, reason), by line, of lines that are no part of a statement: they only choose among
         others (``if``, ``fi``), or do not run
     node_variables, batch_variables
@@ -66,7 +66,7 @@ class Reading(ABC):
     def __init__(self, scope: Scope) -> None:
         self.scope = scope
         self.statements: list[Statement] = []
-        self.resolved: dict[int, Mark] = {}
+        self.other_marks: dict[int, Mark] = {}
         self.node_variables: set[str] = set()
         self.batch_variables: set[str] = set()
         self.batch_words: set[str] = set()
@@ -74,7 +74,9 @@ class Reading(ABC):
         self.files: dict[str, str] = {}
         self.notes: list[tuple[int, str]] = []
         self._functions: dict[str, tuple[Node, Statement, Place]] = {}
-        self.called: list[Statement] = []  # definitions of functions that are read where called
+        self.called_definitions: list[
+            Statement
+        ] = []  # definitions of functions that are read where called
         self._place = Place()
         self._exports_all = False  # by `set -a`
         self._move_count = 0  # of the assignments to PWD when `files` was changed
@@ -87,34 +89,36 @@ class Reading(ABC):
         self, arguments: Sequence[Word] | None, arguments_are_set: bool
     ) -> Iterator[None]:
         """Have the statements within the context read as those of a child shell, which gets a
-        number. For its arguments see `Scope`. The shell's variables and
-        functions end with the context, if no error leaves it. Only `is_open` stays: if the child
-        shell may have set unknown variables, it is True for the outer scope, too, since the launch
-        in the child shell uses them."""
+        number. For its arguments see `Scope`. The shell's variables and functions end with the
+        context, if no error leaves it. Only `has_unknown_names` stays: if the child shell may have
+        set unknown variables, it is True for the outer scope, too, since the launch in the child
+        shell uses them."""
         outer_scope = self.scope
         before = self._functions, self._exports_all, self._shells
         self.scope = outer_scope.child(arguments, arguments_are_set)
         self._functions = {**self._functions}
         self._shells, self._shell_count = (*self._shells, self._shell_count), self._shell_count + 1
         yield
-        outer_scope.is_open |= self.scope.is_open
+        outer_scope.has_unknown_names |= self.scope.has_unknown_names
         self.scope, (self._functions, self._exports_all, self._shells) = outer_scope, before
 
     @contextmanager
     def _enclose(self, node: Node) -> Iterator[None]:
         """Have the statements within the context read as parts of the command `node`."""
         text = source(node).strip()
-        command = Statement(text, self._at(node), in_task=self._place.in_task, shells=self._shells)
+        command = Statement(
+            text, self._lines_of(node), in_task=self._place.in_task, shells=self._shells
+        )
         command.call = self._place.call
         before, self._enclosing = self._enclosing, (*self._enclosing, command)
         yield
         self._enclosing = before
-        command.text = end_job(command.text, self._place.leaves)
-        self._settle_arguments(command, node)
+        command.text = exit_in_place_of(command.text, self._place.leave_commands)
+        self._fill_in_arguments(command, node)
         command.text += " &" * _is_in_background(node)
 
     @contextmanager
-    def _part(self, node: Node) -> Iterator[None]:
+    def _as_part(self, node: Node) -> Iterator[None]:
         """Have the statements within the context read as parts of a whole if `node` is a command or
         a list of them, or if an ``&`` stands behind it. A child shell runs ``( … )`` and a list
         with an ``&``; it matters where a launch is in it."""
@@ -139,7 +143,7 @@ class Reading(ABC):
             if statement.launch and id(statement) not in earlier:
                 statement.output = statement.output or output
 
-    def _at(self, node: Node) -> tuple[int, int]:
+    def _lines_of(self, node: Node) -> tuple[int, int]:
         """Return the first and the last line of a node in the script, from 1. In a text whose lines
         are not the script's, as of an ``eval``, these are the lines of the statement around it."""
         shift, (first, last) = self._place.shift or 0, syntax.lines_of(node)
@@ -147,10 +151,11 @@ class Reading(ABC):
             return self._place.lines
         return first + shift, last + shift
 
-    def _resolve(self, node: Node, reason: str, group: str = TAKEN) -> None:
-        """Note group and reason, in `resolved`, for those lines of a node that have none there."""
-        for line in range(self._at(node)[0], self._at(node)[1] + 1):
-            self.resolved.setdefault(line, (group, reason))
+    def _mark_lines(self, node: Node, reason: str, group: str = TAKEN) -> None:
+        """Put (`group`, `reason`) into `other_marks` for each line of a node that has no entry
+        there."""
+        for line in range(self._lines_of(node)[0], self._lines_of(node)[1] + 1):
+            self.other_marks.setdefault(line, (group, reason))
 
     def _add(self, node: Node, text: str = "", **attributes: Any) -> Statement:
         """Append a statement of `text`, else of the node's own, with the `attributes` of
@@ -159,15 +164,19 @@ class Reading(ABC):
         uses arguments which the job does not have is lost."""
         text = text or source(node).strip()
         statement = Statement(
-            text, self._at(node), in_task=self._place.in_task, shells=self._shells, **attributes
+            text,
+            self._lines_of(node),
+            in_task=self._place.in_task,
+            shells=self._shells,
+            **attributes,
         )
         statement.call, statement.enclosing = self._place.call, self._enclosing
         if not (statement.name or statement.launch or statement.defines):
-            self._note_files(statement, node)
+            self._follow_writes(statement, node)
             self._forget_changes(statement, node)
         if not (statement.launch or statement.defines):  # no function or loop is there in the job
-            statement.text = end_job(statement.text, self._place.leaves)
-            self._settle_arguments(statement, node)
+            statement.text = exit_in_place_of(statement.text, self._place.leave_commands)
+            self._fill_in_arguments(statement, node)
             statement.text += " &" * _is_in_background(node)
         self.statements.append(statement)
         return statement
@@ -193,7 +202,7 @@ class Reading(ABC):
         self.scope.arguments = arguments[1 if count is None else count :]  # None: shift alone
         if self.scope.arguments_are_set:
             self._add(node, words=words)
-        self._resolve(node, "the arguments of a function")
+        self._mark_lines(node, "the arguments of a function")
 
     def _function_definition(self, node: Node) -> None:
         """Append the definition of a function, and note it for calls (`_read_call`)."""
@@ -217,9 +226,9 @@ class Reading(ABC):
         """Return the launch that the `words` of a command make, with weight 0 if they are none, and
         with the variables of the `assignments` before the words. It is marked where the command
         reads input, by `around`, or uses a variable that was set again."""
-        at = self._at(node)[0]
+        at = self._lines_of(node)[0]
         launch = read_launch(words, self.scope, self._place.step, self._place.in_loop)
-        self._leave_folder()
+        self._forget_relative_files()
         launch.line, launch.files = at, {**self.files}
         for child in assignments:
             assigned = self.scope.word(child.child_by_field_name("value"))
@@ -231,16 +240,16 @@ class Reading(ABC):
         note_doubts(launch, node, self.scope, at)
         return launch
 
-    def _note_files(self, statement: Statement, node: Node) -> None:
+    def _follow_writes(self, statement: Statement, node: Node) -> None:
         """Note in `files` what a command or block, `node`, writes, or a function that it calls."""
-        self._leave_folder()
+        self._forget_relative_files()
         scope = self.scope
         if statement.first in self._functions:
             node = syntax.body_of(self._functions[statement.first][0])
             scope = replace(scope, arguments=statement.words[1:])
         write_texts(node, scope, self.files)
 
-    def _leave_folder(self) -> None:
+    def _forget_relative_files(self) -> None:
         """Remove the relative paths from `files`, if the script has moved since the last call, and
         to a folder that is not known: they are seen from another one."""
         count = self.scope.versions["PWD"]
@@ -263,7 +272,7 @@ class Reading(ABC):
             before = [s for s in self.statements if s.name == name and not s.in_task]
             self.open_commands[name] = before
 
-    def _settle_arguments(self, statement: Statement, node: Node) -> None:
+    def _fill_in_arguments(self, statement: Statement, node: Node) -> None:
         """Set `lost` of a statement that uses the arguments of the script or of a function, unless
         the job has them. An assignment, or a simple command (`node`), that does so where they are
         known gets their values into its text."""

@@ -11,7 +11,7 @@ from hpc_ddp.submission.job_script.bash.quotes import split_quoted
 from hpc_ddp.submission.job_script.bash.words import Word, split_text
 from hpc_ddp.submission.job_script.launchers.launch import Launch
 from hpc_ddp.submission.job_script.launchers.option_names import is_launcher
-from hpc_ddp.submission.job_script.launchers.tasks import only_follows
+from hpc_ddp.submission.job_script.launchers.tasks import programs_follow_training
 from hpc_ddp.submission.job_script.secrets import is_secret, looks_secret
 from hpc_ddp.submission.job_script.statements.reader import Reader
 from hpc_ddp.submission.job_script.statements.requeues_and_deletions import separate_requeue
@@ -33,9 +33,9 @@ from hpc_ddp.submission.job_script.statements.rules import (
 )
 from hpc_ddp.submission.job_script.statements.statement import (
     Statement,
-    keeps_exit_code,
-    leaves_exit_code,
     names_file,
+    needs_exit_code,
+    settle_exit_code,
     with_functions,
 )
 
@@ -80,7 +80,7 @@ class Refusals:
 
     def __init__(self, reader: Reader, launch: Launch | None, at: int, name: str) -> None:
         self._statements, self._node_variables = reader.statements, reader.node_variables
-        self.launch, self._at, self._name = launch, at, name
+        self.launch, self._launch_at, self._name = launch, at, name
         # By name: the last assignment in the batch script, and the last definition.
         self.assigned = {s.name: s for s in self._statements if s.name and not s.in_task}
         self.functions = {s.defines: s for s in self._statements if s.defines}
@@ -120,7 +120,7 @@ class Refusals:
         unknown = dict.fromkeys(self._node_variables, "a loop")
         training = next((s for s in self._statements if s.launch and s.launch is self.launch), None)
         is_beside = False  # the launch runs in the background there
-        keeps_code = self.launch is not None and keeps_exit_code(self._statements, self._at)
+        keeps_code = self.launch is not None and needs_exit_code(self._statements, self._launch_at)
         has_no_hostfile = False  # a line that writes the file of hosts is left out
         status: set[str] = set()  # variables that have the launch's exit code
         of_finished: set[str] = set()  # variables that a line for a finished run alone sets
@@ -128,7 +128,7 @@ class Refusals:
         of_address: set[str] = set()  # variables that only serve to find the first node's address
         # Variables with the numbers of processes that the script starts, the last time anywhere.
         processes = {s.name: i for i, s in enumerate(self._statements) if _STARTED.search(s.text)}
-        started = {name for name, index in processes.items() if index < self._at}
+        started = {name for name, index in processes.items() if index < self._launch_at}
         for index, statement in enumerate(self._statements):
             separate_requeue(statement, self.functions)
             line, names = f"line {statement.lines[0]}", {*statement.sets, statement.name} - {""}
@@ -136,7 +136,7 @@ class Refusals:
                 is_beside |= statement.launch is self.launch and statement.in_background
                 continue
             is_beside &= not re.match(r"wait\b", statement.text)
-            if leaves_exit_code(self._statements, self._at, index, status, keeps_code):
+            if settle_exit_code(self._statements, self._launch_at, index, status, keeps_code):
                 statement.decided = VERDICT
                 status |= names
                 unknown |= dict.fromkeys(names, line)
@@ -145,7 +145,9 @@ class Refusals:
             # A trap for the script's end stays, if it ends what the set-up lines start.
             of_trap = processes.keys() - (started if ON_EXIT.match(statement.text) else set())
             targets = of_trap if is_trap else started
-            if (is_trap or index > self._at) and statement.only_ends(targets, self.functions):
+            if (is_trap or index > self._launch_at) and statement.only_ends(
+                targets, self.functions
+            ):
                 statement.decided = _NOTICED if is_trap else "the end of the job ends it"
                 continue
             of_loops = {name for name in statement.names if unknown.get(name) == "a loop"}
@@ -169,10 +171,10 @@ class Refusals:
                 files |= dict.fromkeys(syntax.files_written(statement.text), line)
                 unknown |= dict.fromkeys(names, line)
                 continue
-            self._refuse_what_needs_lost_ones(statement, files, unknown)
-        return unknown, self._at
+            self._refuse_if_it_needs_lost(statement, files, unknown)
+        return unknown, self._launch_at
 
-    def _refuse_what_needs_lost_ones(
+    def _refuse_if_it_needs_lost(
         self, statement: Statement, files: dict[str, str], unknown: dict[str, str]
     ) -> None:
         """Set `lost` of a statement that reads one of the `files` which lost statements write, or
@@ -250,9 +252,9 @@ class Refusals:
 
         `training` is the statement of the launch, None without one; `is_beside` says that the
         training runs in the background while the statement does. Without a training the first
-        statement that may start one counts as the launch (`_at`) from then on.
+        statement that may start one counts as the launch (`_launch_at`) from then on.
         """
-        text, is_after = statement.text, index > self._at
+        text, is_after = statement.text, index > self._launch_at
         is_settled = statement.name or self.find_reason(DECIDED, statement, is_after=True)
         if is_after and not (self.launch or is_settled):
             return "behind a launch that is not taken over: setup or teardown"
@@ -281,18 +283,18 @@ class Refusals:
         filled = self._fill_in_values(text, is_static=False) if is_after else text
         if is_after and not reason and re.match(STARTS_PYTHON, filled, re.S):
             reason = TRAINS_BEHIND  # python $T | tee log
-        if is_after and reason == TRAINS_BEHIND and only_follows(filled, self.launch):
+        if is_after and reason == TRAINS_BEHIND and programs_follow_training(filled, self.launch):
             statement.limit, reason = FINALLY, ""
         if not (self.launch or reason) and (
             self._may_launch(text) or self._names_launch(statement)
         ):
-            self._at = min(self._at, index)
+            self._launch_at = min(self._launch_at, index)
             reason = "it may be the launch: script = …, args = […]"
         if looks_secret(text) and not statement.name:
             return _SECRET
         if is_beside and not (reason or is_settled or PRINTS.match(text)):
             return _BESIDE
-        is_outside = self.launch and self.launch.enters_container and index < self._at
+        is_outside = self.launch and self.launch.enters_container and index < self._launch_at
         is_outside = is_outside and statement.in_task and not statement.name
         commands = map(syntax.source, syntax.commands_of(syntax.parse(text))) if is_outside else ()
         is_in_both = _IN_BOTH.match(text) and all(map(_IN_BOTH.match, commands))
@@ -359,7 +361,7 @@ class Refusals:
         once, and by no file that a line between both loads.
         """
         text = "\n".join(s.text for s in with_functions(statement, self.functions))
-        text = re.sub(r"\$\?|PIPESTATUS", "", text) if statement.asks_itself else text
+        text = re.sub(r"\$\?|PIPESTATUS", "", text) if statement.uses_own_code else text
         line = statement.lines[0]
         values = {
             name: path

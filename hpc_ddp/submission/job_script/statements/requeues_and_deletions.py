@@ -34,7 +34,7 @@ def does_more(text: str, functions: Container[str] = ()) -> bool:
     requeues, prints, waits, asks Slurm, ends something, nor calls one of the `functions`. Raise as
     `syntax.parse`."""
     commands = map(source, syntax.commands_of(syntax.parse(text)))
-    return any(not (_is_idle(text) or _name_of(text) in functions) for text in commands)
+    return any(not (_is_idle(text) or _command_name(text) in functions) for text in commands)
 
 
 def only_reports_or_requeues(node: Node) -> bool:
@@ -100,9 +100,9 @@ def _definitions(text: str) -> list[Node]:
 
 def _is_idle(command: str) -> bool:
     """Return whether a command requeues the job, prints, waits, asks Slurm or ends something."""
-    return _name_of(command) in _IDLE or bool(re.search(REQUEUES, command))
+    return _command_name(command) in _IDLE or bool(re.search(REQUEUES, command))
 
 
-def _name_of(command: str) -> str:
+def _command_name(command: str) -> str:
     """Return the first word of a command."""
     return re.split(r"\s", command.strip(), maxsplit=1)[0]

@@ -148,7 +148,7 @@ DECIDED: Rules = (
 )
 
 
-def needs_folder(text: str, is_assignment: bool) -> bool:
+def depends_on_folder(text: str, is_assignment: bool) -> bool:
     """Return whether a line, `text`, may do another thing in another folder: it names a file by a
     relative path, or is a command of its folder. Only the ``$(…)`` of an assignment counts."""
     if is_assignment:

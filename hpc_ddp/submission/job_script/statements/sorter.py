@@ -22,7 +22,12 @@ from hpc_ddp.submission.job_script.statements.loaded_texts import names_of_files
 from hpc_ddp.submission.job_script.statements.reader import Reader
 from hpc_ddp.submission.job_script.statements.reader_state import OF_ARGUMENTS
 from hpc_ddp.submission.job_script.statements.refusals import Refusals
-from hpc_ddp.submission.job_script.statements.rules import DECIDED, ON_EXIT, PRINTS, needs_folder
+from hpc_ddp.submission.job_script.statements.rules import (
+    DECIDED,
+    ON_EXIT,
+    PRINTS,
+    depends_on_folder,
+)
 from hpc_ddp.submission.job_script.statements.statement import (
     Statement,
     first_load,
@@ -67,7 +72,7 @@ class Sorter:
         name: str,
     ) -> None:  # fmt: skip
         self.result, self._start = result, start
-        self.launch, self._at = launch, at
+        self.launch, self._launch_at = launch, at
         self._refusals = Refusals(reader, launch, at, name)
         self._statements = reader.statements
         self._not_set, self._shell_names = reader.scope.not_set, reader.scope.shell_names
@@ -91,7 +96,7 @@ class Sorter:
         """Put all statements but the launch into `result`: set-up and clean-up lines, variables,
         and each line's group. Change `lost` and `decided` of statements, and set
         ``result.unknown``. To be called once."""
-        self.result.unknown, self._at = self._refusals.set_reasons()
+        self.result.unknown, self._launch_at = self._refusals.set_reasons()
         names = {n for word in self.launch.words for n in word.names} if self.launch else set()
         self._needed |= {n for n in names if not is_of_hpc_ddp(n) or n in self._refusals.assigned}
         lines_of_ours = [s for s in self._statements if not (s.lost or s.decided)]
@@ -113,7 +118,7 @@ class Sorter:
         # From the last statement on: later ones tell which variables are needed.
         for index, statement in reversed([*enumerate(self._statements)]):
             if statement.launch is None or statement.lost:
-                group, reason, text = self._sort(statement, index)
+                group, reason, text = self._decide_fate(statement, index)
                 self.result.mark(*statement.lines, group, reason)
                 if text:  # then the reason is its key
                     lines.append((reason, text, statement.lines[0]))
@@ -130,19 +135,21 @@ class Sorter:
     def _find_return(self) -> int:
         """Return the index of the first statement behind a child shell of the batch script that is
         around the launch, and changes the folder for itself; -1 without one."""
-        shells = self._statements[self._at].shells if self.launch else ()
-        for index, statement in enumerate(self._statements[self._at + 1 :], self._at + 1):
+        shells = self._statements[self._launch_at].shells if self.launch else ()
+        for index, statement in enumerate(
+            self._statements[self._launch_at + 1 :], self._launch_at + 1
+        ):
             ended = {*shells[len(statement.shells) :]}
             inner = {s.first for s in self._statements if ended & {*s.shells} and not s.in_task}
             if {"cd", "pushd"} & inner:
                 return index
         return -1
 
-    def _sort(self, statement: Statement, index: int) -> Fate:
+    def _decide_fate(self, statement: Statement, index: int) -> Fate:
         """Return what becomes of a statement, of an `index`. Put its variable or ``chdir`` into
         `result`, and note the names that it needs: so it must be called for the last statement
         first. Its set-up or clean-up line is left to the caller."""
-        is_after = index > self._at
+        is_after = index > self._launch_at
         is_print = bool(PRINTS.match(statement.text))
         if statement.lost == OF_ARGUMENTS and self._is_unused(statement):
             return Fate(OURS, "nothing that is left needs it")
@@ -150,7 +157,7 @@ class Sorter:
             group = LOST if statement.lost else OURS
             return Fate(group, statement.lost or statement.decided)
         if statement.name:
-            return self._sort_assignment(statement, index)
+            return self._decide_assignment(statement, index)
         is_of_ours = not statement.defines and all(map(is_of_hpc_ddp, statement.sets))
         if statement.sets and is_of_ours and not statement.sets & self._needed:
             return Fate(OURS, "it changes what hpc-ddp decides")
@@ -252,7 +259,7 @@ class Sorter:
         the job's from its start: no other line before the launch changes the folder, and none
         before this one, of an `index`, names a file by a relative path, unless the folder is that
         of the job's start. '' for any other statement. The home folder is ``~``."""
-        before = self._statements[: self._at]
+        before = self._statements[: self._launch_at]
         moves = [s for s in before if re.search(r"(^|[\s;&])(cd|pushd|popd)\b", s.text)]
         match = re.fullmatch(r"cd (\S+?)/?(\s*\|\|\s*(exit|\{).*)?", statement.text, re.S)
         if not match or moves != [statement] or statement.in_task or len(statement.words) != 2:
@@ -260,7 +267,7 @@ class Sorter:
         word = statement.words[1]
         text = re.sub(r"^\$\{?HOME\}?", "~", word.text)
         is_relative = any(
-            needs_folder(s.text, bool(s.name))
+            depends_on_folder(s.text, bool(s.name))
             for s in before[:index]
             if not (s.defines or (isinstance(s.assigned, Word) and is_known(s.assigned)))
         )
@@ -279,7 +286,7 @@ class Sorter:
         path = os.path.join(self._start, os.path.expanduser(folder)) if is_moved else folder
         values["chdir"] = path, line
 
-    def _sort_assignment(self, statement: Statement, index: int) -> Fate:
+    def _decide_assignment(self, statement: Statement, index: int) -> Fate:
         """Return what becomes of an assignment, and put a variable that is used into `result`
         (`_write_variable`). A secret's value goes to ``result.secrets``, and its name to
         ``env-names`` if it is used; so does a placeholder, ``<yours>``."""
@@ -313,11 +320,13 @@ class Sorter:
             if name == "SLURM_JOB_NAME":  # srun ignores it in a job
                 text = "the program alone reads it: job-name = … names the job"
                 self.result.note(statement.lines[0], text)
-                return self._keep_as_line(statement, f"export {statement.text}", index > self._at)
+                return self._keep_as_line(
+                    statement, f"export {statement.text}", index > self._launch_at
+                )
             text = f"{name} would change hpc-ddp's step: an option of srun in its place"
             return Fate(LOST, text)
         if name == "IFS":  # it says how bash splits the lines behind it
-            return self._keep_as_line(statement, statement.text, index > self._at)
+            return self._keep_as_line(statement, statement.text, index > self._launch_at)
         if is_of_hpc_ddp(name) and (name not in self._needed or statement.in_task):
             reason = f"workers have hpc-ddp's {name}, if any"
             return Fate(TAKEN, "host-suffix") if suffix else Fate(OURS, reason)
@@ -367,7 +376,7 @@ class Sorter:
             return Fate(TAKEN, "env")
         is_exported = statement.exported or statement.in_task
         text = f"export {statement.text}" if is_exported else statement.text
-        return self._keep_as_line(statement, text, index > self._at)
+        return self._keep_as_line(statement, text, index > self._launch_at)
 
     def _is_for_env(self, statement: Statement, index: int) -> bool:
         """Return whether an assignment can stand in ``[env]``, which is set before the set-up lines

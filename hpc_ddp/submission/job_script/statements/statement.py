@@ -49,7 +49,7 @@ class Place:
     in_text: bool = False  # of a bash -c or an eval
     in_image: bool = False  # of a container
     call: Statement | None = None  # the outermost call of a function in whose body it stands
-    leaves: str = ""  # commands that leave the function or the loop that is taken apart
+    leave_commands: str = ""  # commands that leave the function or the loop that is taken apart
 
     def search_place(self, step: str) -> Place:
         """Return the place for a search of the text for launches, in tasks of `step`, which is as
@@ -59,7 +59,9 @@ class Place:
     def of_call(self, definition: Place, call: Statement) -> Place:
         """Return the place of the body of a function, with that of its `definition`, for a `call`
         of it here."""
-        place = replace(self, lines=definition.lines, shift=definition.shift, leaves="return")
+        place = replace(
+            self, lines=definition.lines, shift=definition.shift, leave_commands="return"
+        )
         return replace(place, call=self.call or call)
 
     @property
@@ -98,9 +100,9 @@ class Statement:
     limit: tuple[str, str] = ("", "")  # a test that leaves the line out, and a note: `ONCE`, say
     # Of the other side of a launch's list, ``|| exit 1``: whether it only prints, keeps the exit
     # code, or ends the script; and that launch. None for any other statement.
-    reports: bool | None = None
-    asks: Launch | None = None
-    asks_itself: bool = False  # its ``$?`` is the exit code of a command of its own
+    is_report: bool | None = None
+    reported_launch: Launch | None = None
+    uses_own_code: bool = False  # its ``$?`` is the exit code of a command of its own
     sets: set[str] = field(default_factory=set)
     of_script: bool = True  # False for one made of a part of a word
     outer: Launch | None = None  # around the bash -c in whose text it stands
@@ -150,11 +152,11 @@ class Statement:
         keeps the exit code (``rc=$?``); another statement uses ``$?``, or one of the `variables`,
         and only prints, keeps the code or ends the script (``exit $rc``). Raise as
         `syntax.parse`."""
-        if self.reports is not None:
-            return self.reports
+        if self.is_report is not None:
+            return self.is_report
         if self.name:
             return bool(re.fullmatch(r"\w+=[\"']?\$(\?|\{PIPESTATUS\[0\]\})[\"']?", self.text))
-        asks = not self.asks_itself and re.search(r"\$(\?|\{PIPESTATUS)", self.text)
+        asks = not self.uses_own_code and re.search(r"\$(\?|\{PIPESTATUS)", self.text)
         uses_status = self.names & variables or asks
         code = re.sub(r"\b\w+=[\"']?\$\?[\"']?", ":", self.text)
         return bool(uses_status) and blocks.only_reports(syntax.parse(code))
@@ -182,7 +184,7 @@ def _is_right_behind(statements: Sequence[Statement], at: int) -> bool:
     return is_end or all(s.in_task or re.match(r"\w+=\"?\$!", s.text) for s in between)
 
 
-def _asks_before(text: str) -> bool:
+def _asks_for_earlier_code(text: str) -> bool:
     """Return whether bash code asks for the exit code of the command before it, and not of one of
     its own, other than ``wait``. Raise as `syntax.parse`."""
     if not _ASKS.search(text):
@@ -197,18 +199,20 @@ def _asks_before(text: str) -> bool:
 def join_exit_codes(statements: list[Statement], at: int) -> None:
     """Join each statement behind the launch, which has the index `at`, that asks for the exit code
     of another command to that command's: both stay, or neither. A print, say, whose code is 0,
-    stays apart. Set `asks_itself`. Raise as `syntax.parse`."""
+    stays apart. Set `uses_own_code`. Raise as `syntax.parse`."""
     functions = {s.defines: s for s in statements if s.defines}
     commands = statements[: at + 1]
     for statement in statements[at + 1 :]:
         before, is_behind = commands[-1], _is_right_behind(commands, at)
         texts = [s.text for s in with_functions(statement, functions)]
-        is_apart = statement.in_task or statement.defines or statement.asks or statement.launch
-        statement.asks_itself = not (is_apart or _asks_before(statement.text))
+        is_apart = (
+            statement.in_task or statement.defines or statement.reported_launch or statement.launch
+        )
+        statement.uses_own_code = not (is_apart or _asks_for_earlier_code(statement.text))
         if is_behind:
-            statement.asks_itself &= not any(map(_ASKS.search, texts[1:]))
-        elif not is_apart and any(map(_asks_before, map(_body_of, texts))):
-            statement.asks_itself = True
+            statement.uses_own_code &= not any(map(_ASKS.search, texts[1:]))
+        elif not is_apart and any(map(_asks_for_earlier_code, map(_body_of, texts))):
+            statement.uses_own_code = True
             if _has_code_0(before):
                 is_code = statement.name and "$?" in statement.text
                 statement.text = f"{statement.name}=0" if is_code else f":\n{statement.text}"
@@ -230,7 +234,7 @@ def _has_code_0(statement: Statement) -> bool:
     """Return whether a statement surely ends with 0, or hpc-ddp does what it does."""
     is_value = statement.name and not re.search(r"\$\(|`", statement.text)
     is_print = re.match(r"(echo|printf|date)\b[^|&]*$", statement.text)
-    is_done = statement.reports or first_reason(DECIDED, statement.text, is_after=True)
+    is_done = statement.is_report or first_reason(DECIDED, statement.text, is_after=True)
     return bool(is_value or is_print or is_done or statement.defines)
 
 
@@ -239,7 +243,7 @@ def _join(before: Statement, statement: Statement) -> None:
     for part in (before, statement):
         part.text = f"export {part.text}" if part.name and part.exported else part.text
     before.sets |= {before.name, statement.name, *statement.sets} - {""}
-    before.text, before.name, before.asks_itself = f"{before.text}\n{statement.text}", "", True
+    before.text, before.name, before.uses_own_code = f"{before.text}\n{statement.text}", "", True
     before.lines = before.lines[0], statement.lines[1]
 
 
@@ -247,24 +251,24 @@ def _asks_exit_code(statements: Sequence[Statement], at: int, index: int) -> boo
     """Return whether a statement, of an `index`, asks for the exit code of the launch, `at` another
     index."""
     statement = statements[index]
-    asks = statement.reports is None and _EXIT_CODE.search(statement.text)
-    return bool(asks) and not statement.asks_itself
+    asks = statement.is_report is None and _EXIT_CODE.search(statement.text)
+    return bool(asks) and not statement.uses_own_code
 
 
-def keeps_exit_code(statements: Sequence[Statement], at: int) -> bool:
+def needs_exit_code(statements: Sequence[Statement], at: int) -> bool:
     """Return whether a line behind the launch, the statement `at` an index, depends on how the
     launch ended, and does more than print: by the exit code, or since a line before it may end the
     script."""
     status, may_end, of_others = set[str](), False, set[str]()
     functions = {s.defines: s for s in statements if s.defines}
     for index, statement in enumerate(statements[at + 1 :], at + 1):
-        is_of_other = statement.asks not in (None, statements[at].launch)
+        is_of_other = statement.reported_launch not in (None, statements[at].launch)
         is_line = not (statement.launch or statement.defines or statement.in_task)
         if statement.lost or is_of_other or not is_line:
             continue
-        of_others |= statement.sets if statement.asks_itself else set()
+        of_others |= statement.sets if statement.uses_own_code else set()
         is_of_both = bool(statement.names & status and statement.names & of_others)
-        if is_of_both or (status & statement.sets and statement.asks_itself):
+        if is_of_both or (status & statement.sets and statement.uses_own_code):
             return True  # a code that is another command's in the end, or is printed beside one
         if statement.reports_status(status):
             status |= {*statement.sets, statement.name} - {""}
@@ -272,7 +276,7 @@ def keeps_exit_code(statements: Sequence[Statement], at: int) -> bool:
             may_end |= bool(re.search(r"\bexit\b", code.replace(ENDED, "")))
             continue
         status -= {statement.name}
-        depends = statement.reports is False or statement.names & status
+        depends = statement.is_report is False or statement.names & status
         if depends or _asks_exit_code(statements, at, index):
             return True
         is_idle = statement.name or PRINTS.match(statement.text)
@@ -281,21 +285,21 @@ def keeps_exit_code(statements: Sequence[Statement], at: int) -> bool:
     return False
 
 
-def leaves_exit_code(
+def settle_exit_code(
     statements: Sequence[Statement], at: int, index: int, status: set[str], is_kept: bool
 ) -> bool:
     """Return whether a statement, of an `index`, asks how the launch (`at`) ended, and nothing is
-    left of it. Where the exit code `is_kept` (`keeps_exit_code`) it stays, right behind the launch
+    left of it. Where the exit code `is_kept` (`needs_exit_code`) it stays, right behind the launch
     with `ENDED` in front of it. The variables `status` have the code."""
     statement = statements[index]
-    if index < at or statement.asks not in (None, statements[at].launch):
-        return statement.asks is not None  # of another command, which stays with it
+    if index < at or statement.reported_launch not in (None, statements[at].launch):
+        return statement.reported_launch is not None  # of another command, which stays with it
     if is_kept and _asks_exit_code(statements, at, index):
         code = _EXIT_CODE.sub("$?", re.sub(r"wait\b[^|&;\n]*", f"{ENDED} ", statement.text))
         statement.text = code if code.startswith(ENDED) else f"{ENDED}\n{code}"
         return False
     status -= {statement.name} if not statement.reports_status(status) else set()
-    is_own = bool(statement.reports is not None or statement.names & status)
+    is_own = bool(statement.is_report is not None or statement.names & status)
     return statement.reports_status(status) and not (is_kept and is_own)
 
 
@@ -337,7 +341,7 @@ def changes_folder(
     return any(changes_folder(n, inner) for n in names & inner.keys())
 
 
-def inner_text(word: Word) -> str:
+def text_of_bash_c(word: Word) -> str:
     """Return the text that ``bash -c`` gets, as a script of its own. The outer bash has put the
     values of its variables into the text, also between single quotes; there each variable gets
     double quotes, so that the text means the same where it is read for the first time:
@@ -349,7 +353,7 @@ def inner_text(word: Word) -> str:
     )
 
 
-def calls(statement: Statement, name: str) -> bool:
+def calls_function(statement: Statement, name: str) -> bool:
     """Return whether a statement calls the function `name`, and is no launch, no assignment, and no
     trap but for the script's end."""
     is_notice = statement.first == "trap" and not ON_EXIT.match(statement.text)

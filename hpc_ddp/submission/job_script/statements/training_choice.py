@@ -13,9 +13,9 @@ from hpc_ddp.submission.job_script.launchers.tasks import (
     TESTS,
     TRAINS,
     follows_training,
-    name_of,
     only_ends_run,
-    prepares,
+    prepares_training,
+    program_name,
 )
 from hpc_ddp.submission.job_script.statements.open_commands import leave_empty
 from hpc_ddp.submission.job_script.statements.reader import Reader
@@ -101,7 +101,7 @@ def _keep_choices_of_steps(before: Sequence[Statement], training: Launch, nodes:
     """Take back `lost` of each condition and loop `before` the `training`, on all `nodes`, all of
     whose launches prepare it, or weigh less and do not train by their names: bash decides."""
     for statement in (s for s in before if s.choices and not _is_partial(training, nodes)):
-        launches = (launch for launch in statement.choices if not prepares(launch))
+        launches = (launch for launch in statement.choices if not prepares_training(launch))
         if not any(_trains(step) or step.weight >= training.weight for step in launches):
             statement.lost = ""
 
@@ -157,7 +157,7 @@ def _set_others_aside(launches: list[Entry], nodes: int) -> Entry:
     heaviest = [entry for entry in counted if entry[2].weight == most]
     partial = [entry for entry in heaviest if _is_partial(entry[2], nodes)]
     # A launch on the first node and others elsewhere, each with words of its own, are no training.
-    is_split = any(launch.node_words for _, _, launch in partial)
+    is_split = any(launch.names_nodes for _, _, launch in partial)
     complete = [] if is_split else [entry for entry in heaviest if entry not in partial]
     candidates = complete or heaviest
     count = _count_preparations([launch for _, _, launch in candidates])
@@ -186,7 +186,7 @@ def _ends_run(launch: Launch, words: str, training: Launch) -> bool:
     """Return whether a launch with the arguments `words` behind the `training` is no training of
     its own: it tests a model, finishes the run, or is plain Python that does not seem to train."""
     is_plain = not launch.step and launch.weight == 1
-    name = name_of(launch)
+    name = program_name(launch)
     ends = follows_training(name, words, training) if is_plain else only_ends_run(name, words)
     return ends and not launch.in_loop
 
@@ -194,13 +194,13 @@ def _ends_run(launch: Launch, words: str, training: Launch) -> bool:
 def _only_prepares(launch: Launch) -> bool:
     """Return whether a launch is that of a command or a shell script that prepares a training by
     its name, or cleans up: ``srun bash clean.sh``."""
-    return "no-python" in launch.settings and prepares(launch)
+    return "no-python" in launch.settings and prepares_training(launch)
 
 
 def _count_preparations(launches: Sequence[Launch]) -> int:
     """Return how many `launches` at the beginning prepare a training, by the names of their
     programs; 0 where none of the launches behind them trains by its name."""
-    count = next((i for i, launch in enumerate(launches) if not prepares(launch)), 0)
+    count = next((i for i, launch in enumerate(launches) if not prepares_training(launch)), 0)
     return count if any(map(_trains, launches[count:])) else 0
 
 
@@ -228,10 +228,10 @@ def _make_node_checks_plain(statements: Sequence[Statement]) -> None:
 def _remove_launch_of_first_node(reader: Reader) -> None:
     """Remove each launch on one node that a loop over the nodes makes as well: it is the first
     node's part of the training, and the loop starts those of the others. A ``sleep`` between it and
-    the loop is removed, too. The lines of both are noted in ``reader.resolved``."""
+    the loop is removed, too. The lines of both are noted in ``reader.other_marks``."""
     launches = [(s, s.launch) for s in reader.statements if s.launch and not s.lost]
     for statement, launch in launches:
-        same = [pair for pair in launches if pair[1].command == launch.command]
+        same = [pair for pair in launches if pair[1].training_key == launch.training_key]
         in_loops = [s for s, candidate in same if candidate.in_loop]
         is_on_one = launch.nodes == 1 or not launch.step
         if launch.in_loop or not (is_on_one and in_loops):
@@ -243,18 +243,21 @@ def _remove_launch_of_first_node(reader: Reader) -> None:
             continue  # the loop's launches have other variables, or start after it has ended
         for removed in [statement, *(s for s in between if s.first == "sleep")]:
             for line in range(removed.lines[0], removed.lines[1] + 1):
-                reader.resolved[line] = TAKEN, "the first node's launch: hpc-ddp starts all nodes"
+                reader.other_marks[line] = (
+                    TAKEN,
+                    "the first node's launch: hpc-ddp starts all nodes",
+                )
             reader.statements.remove(removed)
         if not between:  # the removed launch was the last, and the script waited for its end
             in_loops[0].enclosing = ()
 
 
 def _make_plain(statement: Statement) -> None:
-    """Make a launch a plain command, which `join_parts` gives its text."""
+    """Make a launch a plain command, which `join_commands_read_in_parts` gives its text."""
     statement.launch, statement.is_step = None, True
 
 
-def join_parts(reader: Reader, at: int) -> int:
+def join_commands_read_in_parts(reader: Reader, at: int) -> int:
     """Replace the statements of each command that was read in parts, and in which a step but no
     launch is left (`choose_launch`), by the one statement that the command is: ``(cd a && python
     prepare.py) &``. A statement that asks for the exit code of a step is joined to it. `at` is the
@@ -266,7 +269,12 @@ def join_parts(reader: Reader, at: int) -> int:
     for number, part in enumerate(before):
         steps = (command for command in part.enclosing if id(command) in of_steps)
         statement = next(steps, part)
-        if part.asks and statement is part and statements[-1:] and statements[-1].is_step:
+        if (
+            part.reported_launch
+            and statement is part
+            and statements[-1:]
+            and statements[-1].is_step
+        ):
             statements[-1].text = part.text.replace(ENDED, statements[-1].text)
             continue
         if statement is not part:
@@ -283,7 +291,7 @@ def join_parts(reader: Reader, at: int) -> int:
 def _trains(launch: Launch) -> bool:
     """Return whether the name of a launch's program says that it trains, and not that it tests or
     prepares something."""
-    name = name_of(launch)
+    name = program_name(launch)
     return bool(TRAINS.search(name)) and not (TESTS.search(name) or PREPARES.search(name))
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_ddp.submission.job_script.bash.counts import fill_parts_in
+from hpc_ddp.submission.job_script.bash.counts import fill_in_parts
 from hpc_ddp.submission.job_script.bash.variables import Scope
 from hpc_ddp.submission.job_script.bash.words import literal
 from hpc_ddp.submission.job_script.importer import import_script
@@ -70,7 +70,7 @@ FORMS += ["${X: -1}", "${X:(-2):1}", "${X:0:1}", "${X:1}", "$(echo $X | cut -d: 
 @pytest.mark.parametrize("text", ["a100:3", "gpu:a100:4", "4(x2)", "3", "a:b:c:12"])
 def test_parts_of_values_are_those_of_bash(text: str) -> None:
     expected = of_bash(f"X='{text}'\n" + "".join(f"printf '%s\\0' \"{form}\"\n" for form in FORMS))
-    assert [fill_parts_in(form, Scope(texts={"X": text})) for form in FORMS] == expected
+    assert [fill_in_parts(form, Scope(texts={"X": text})) for form in FORMS] == expected
 
 
 @pytest.mark.parametrize(
