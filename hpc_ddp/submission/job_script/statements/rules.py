@@ -1,4 +1,5 @@
-"""Rules by the text of a line: what can't be taken over, what hpc-ddp does itself, and why."""
+"""Rules by the text of a line: what can't be taken over (`REFUSED`), and what hpc-ddp does itself
+(`DECIDED`), each with the reason; and patterns that other modules use for the same texts."""
 
 from __future__ import annotations
 
@@ -88,7 +89,7 @@ _OF_FOLDER = re.compile(
     r"|wandb\s+(?!login)|pip3?\s+install\s[^\n;&|]*(?:-e|-r|\s\.)|python[\d.]*\s+-c\s"
     r"|\[\[?\s+(?:!\s+)?-[defrsx]\s+[\"']?[\w.])|\bactivate\s+\.{1,2}/",
 )
-_BEFORE, _AFTER, _AROUND = (False,), (True,), (False, True)  # the launch
+_BEFORE, _AFTER, _AROUND = (False,), (True,), (False, True)  # places: values of `is_after`
 _ON_HOSTS = "it runs something on other hosts: node-setup, if needed"
 # A text each of whose ssh makes folders or copies files, and which starts or ends nothing.
 _COPIES_BY_SSH = (
@@ -96,7 +97,7 @@ _COPIES_BY_SSH = (
     r"((?!\bssh\s).|\bssh\s+(-\S+\s+([\w]+=\S+\s+)?)*[\w\"'${}\[\]@.:-]+\s+[\"']?"
     r"(mkdir|cp|rsync|tar|ln|touch|unzip|chmod)\b)*$"
 )
-# What can't be taken over, and what hpc-ddp does itself: pattern, place, and reason.
+# Each with the pattern of a text, the places where it counts (`is_after` the launch), and a reason.
 Rules = tuple[tuple[str, tuple[bool, ...], str], ...]
 REFUSED: Rules = (
     (rf"(?!.*({REQUEUES}))(?!{PRINTS_ON_ERROR}\s*(\n|$)|{_PRINTS_ON_SIGNAL})"
@@ -150,7 +151,8 @@ DECIDED: Rules = (
 
 def depends_on_folder(text: str, is_assignment: bool) -> bool:
     """Return whether a line, `text`, may do another thing in another folder: it names a file by a
-    relative path, or is a command of its folder. Only the ``$(…)`` of an assignment counts."""
+    relative path (``cp a b``), or is a command that works on its folder (``git pull``). Of an
+    assignment only the code in ``$(…)`` counts."""
     if is_assignment:
         codes = re.findall(r"(?:\$\((?!\()|`)(.*)", text, re.S)
         return any(RELATIVE.search(code) or _OF_FOLDER.search(code) for code in codes)

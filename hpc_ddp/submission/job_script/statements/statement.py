@@ -26,6 +26,8 @@ _LEAVES_NOTHING = re.compile(
     r"(?P<redirect>[12&]?>>?\s*/dev/null|[12]?>&[12])|\btrap\s+-(\s+[A-Z]\w*)*"
     r"|\b(local\s+)?\w+=\$\?"
 )
+# Variables that each login exports.
+_OF_A_LOGIN = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "MANPATH", "HOME", "TMPDIR", "LANG")
 _EXIT_CODE = re.compile(r"\$\?|\$\{PIPESTATUS\[0\]\}")
 _ASKS = re.compile(r"\$\?|\bPIPESTATUS\b")
 _COMMANDS = {"command", "test_command", "variable_assignment", "declaration_command"}
@@ -167,6 +169,16 @@ def _is_among(node: syntax.Node, processes: Set[str]) -> bool:
     are in the variables `processes`."""
     match = _OF_A_KILL.fullmatch(re.sub("[\"']", "", syntax.source(node)))
     return match is not None and (match[1] is None or match[1] in processes)
+
+
+def mark_exported(statements: Sequence[Statement], shell_names: Set[str]) -> None:
+    """Set `exported` of each assignment whose variable is exported already: by an earlier
+    statement, by each login (PATH, say), or by the shell that submits (`shell_names`). bash then
+    exports the new value, too."""
+    exported = {*_OF_A_LOGIN, *shell_names}
+    for statement in statements:
+        statement.exported |= statement.name in exported
+        exported |= {statement.name} if statement.exported else set()
 
 
 def first_load(statements: Sequence[Statement]) -> int:
