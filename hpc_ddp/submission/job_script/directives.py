@@ -21,7 +21,6 @@ from hpc_ddp.submission.job_script.conversion import (
     Mark,
     TextAt,
 )
-from hpc_ddp.submission.job_script.launchers.launch import Launch
 from hpc_ddp.submission.job_script.launchers.option_names import FLAGS, is_of_pyxis, option_name
 from hpc_ddp.submission.job_script.secrets import looks_secret
 from hpc_ddp.submission.settings.config import OPTIONS
@@ -393,14 +392,3 @@ def requested_gpus(options: Mapping[str, str], name: str) -> tuple[str, int]:
     request = "" if _lacks_number(name, request) else request
     gpus = gpus_of(request if name == "gres" else f"gpu:{request}")
     return gpus[0] if gpus else ("", 0)
-
-
-def tasks_of_launch(launch: Launch, numbers: Mapping[str, int]) -> int:
-    """Return the number of tasks that a launch has on a node: its tasks in all divided by the
-    nodes, rounded down; else its tasks on a node, or for each GPU; else the job's. `numbers` are as
-    from `read_sizes`."""
-    of_launch = (launch.tasks or 0) // (numbers.get("SLURM_NNODES") or launch.nodes or 1)
-    of_gpu, _ = launch.options.get("ntasks-per-gpu", (None, 0))
-    if of_gpu and of_gpu.text.isdecimal() and not (of_launch or launch.tasks_per_node):
-        of_launch = int(of_gpu.text) * numbers.get("SLURM_GPUS_ON_NODE", 0)
-    return of_launch or launch.tasks_per_node or tasks_of_node(numbers)

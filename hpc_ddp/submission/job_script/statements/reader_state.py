@@ -113,7 +113,7 @@ class Reading(ABC):
         before, self._enclosing = self._enclosing, (*self._enclosing, command)
         yield
         self._enclosing = before
-        command.text = exit_in_place_of(command.text, self._place.leave_commands)
+        command.text = exit_in_place_of(self._place.leave_commands, command.text)
         self._fill_in_arguments(command, node)
         command.text += " &" * _is_in_background(node)
 
@@ -175,7 +175,7 @@ class Reading(ABC):
             self._follow_writes(statement, node)
             self._forget_changes(statement, node)
         if not (statement.launch or statement.defines):  # no function or loop is there in the job
-            statement.text = exit_in_place_of(statement.text, self._place.leave_commands)
+            statement.text = exit_in_place_of(self._place.leave_commands, statement.text)
             self._fill_in_arguments(statement, node)
             statement.text += " &" * _is_in_background(node)
         self.statements.append(statement)
