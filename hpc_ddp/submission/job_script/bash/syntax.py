@@ -19,6 +19,7 @@ _PLACEHOLDER = re.compile(
     rb"|(?<==)<[A-Za-z][\w .-]*>(?=\s|$|[/:$\w])|(?<=[\w/])<[A-Za-z][\w .-]*>(?=/)"
     rb"|(?<=/)<[A-Za-z][\w-]*>(?=[\s.\w]|$)"
 )
+# Arguments of the script or a function: those without a default; all of them together.
 _ARGUMENTS = re.compile(r"(?<!\\)\$(?:[1-9@*#]|\{(?:[1-9@*](?!:?-)[^}]*|#)\})")
 ALL_ARGUMENTS = re.compile(r"(?<!\\)\$(?:[@*]|\{[@*](?::\s*[1-9]\d*(?::\d+)?)?\})")
 # A piece of a word; and the rest of a word behind a line's end (a backslash) within it.
