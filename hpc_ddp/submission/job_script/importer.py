@@ -52,6 +52,7 @@ from hpc_ddp.submission.job_script.statements.training_choice import (
     has_launch,
     join_commands_read_in_parts,
     keep_one_command,
+    restore_definitions,
 )
 from hpc_ddp.submission.job_script.wrapper import JobText, unwrap
 
@@ -115,7 +116,7 @@ def _add_notes(result: Conversion, scope: Scope, missing: set[str], optional: se
         text = "by hpc-ddp's verdict the exit code is 0 or 1 there; a preemption ends the teardown"
         result.note(asking[0], text)
     always = takewhile(lambda entry: ENDED not in entry[0], lines)
-    if teardown := [n for text, n in always if n and not text.startswith(FINALLY[0])]:
+    if teardown := [n for text, n in always if n and not text.startswith(FINALLY.test)]:
         text = "teardown runs after each attempt, also one that fails or is preempted"
         result.note(teardown[0], text)
     for line in [line for text, line in result.lists.get("setup", ()) if _ON_ERROR.match(text)]:
@@ -369,7 +370,7 @@ def import_script(
     take_directives(directives, result, name)
     _mark_wrapper(job, result)
     launch, at = choose_launch(reader, result)
-    at = reader.restore_definitions(join_commands_read_in_parts(reader, at))
+    at = restore_definitions(reader, join_commands_read_in_parts(reader, at))
     join_exit_codes(reader.statements, at)
     at = separate_deletions(reader.statements, at)
     mark_exported(reader.statements, environ.keys())

@@ -21,7 +21,6 @@ from hpc_ddp.submission.job_script.statements.requeues_and_deletions import does
 from hpc_ddp.submission.job_script.statements.rules import DECIDED, ENDED, first_reason
 from hpc_ddp.submission.job_script.statements.statement import (
     Statement,
-    calls_function,
     changes_folder,
     text_of_bash_c,
 )
@@ -121,7 +120,9 @@ class Reader(BranchReading):
         if around is None and self._enclosing:  # by this command itself
             self._enclosing[-1].words = words
         first = words[0].text if words else ""
-        if first in self._functions and self._has_launch(self._functions[first][0], "", words[1:]):
+        if first in self._functions and self._has_launch(
+            self._functions[first].node, "", words[1:]
+        ):
             with self._output_to(output):
                 self._read_call(first, words[1:], node)
             return
@@ -160,7 +161,7 @@ class Reader(BranchReading):
             probe = Reader(self.scope.child(arguments, False))
             probe._place = self._place
             probe._functions = {n: f for n, f in self._functions.items() if n != name}
-            probe._read_children(syntax.body_of(self._functions[name][0]))
+            probe._read_children(syntax.body_of(self._functions[name].node))
             self.scope.set("PWD", probe.scope.values.get("PWD"))
 
     def _read_eval(self, code: str, words: list[Word], node: Node) -> None:
@@ -232,7 +233,7 @@ class Reader(BranchReading):
         probe = Reader(self.scope.child(arguments, self.scope.arguments_are_set))
         probe._place = self._place.search_place(step)
         # A function that calls itself would be searched for ever.
-        probe._functions = {n: f for n, f in self._functions.items() if f[0] is not part}
+        probe._functions = {n: f for n, f in self._functions.items() if f.node is not part}
         node = syntax.parse(part) if isinstance(part, str) else part
         for command in commands_of(syntax.body_of(node)):
             probe._command(command)
@@ -317,27 +318,17 @@ class Reader(BranchReading):
             elif is_plain and not statement.name and (statement.first != "cd" or statement.in_task):
                 statement.text += " || exit"
 
-    def restore_definitions(self, at: int) -> int:
-        """Put the definition of each function that is read where it is called back before the first
-        statement that calls it and is no launch: ``run`` of ``run module load a``. Return the new
-        index of the statement with the index `at`."""
-        for definition in self.called_definitions:
-            indexes = (
-                i for i, s in enumerate(self.statements) if calls_function(s, definition.defines)
-            )
-            if (index := next(indexes, None)) is not None:
-                self.statements.insert(index, definition)
-                at += index <= at
-        return at
-
     def _find_reporting_functions(self) -> set[str]:
         """Return the names of functions that only print or end the script."""
-        return {n for n, f in self._functions.items() if blocks.only_reports(syntax.body_of(f[0]))}
+        return {
+            n for n, f in self._functions.items() if blocks.only_reports(syntax.body_of(f.node))
+        }
 
     def _read_call(self, name: str, words: list[Word], node: Node) -> None:
         """Append the statements in the body of the function `name`, which `node` calls with the
         arguments `words`. Remove the statements of its definition and of its export."""
-        definition, statement, place = self._functions.pop(name)  # it may call itself
+        function = self._functions.pop(name)  # it may call itself
+        definition, statement, place = function
         before = self.scope.arguments, self.scope.arguments_are_set, self._place
         self._mark_lines(node, f"calls {name}")
         self._place = self._place.of_call(place, Statement(source(node), self._lines_of(node)))
@@ -352,7 +343,7 @@ class Reader(BranchReading):
         self.scope.arguments, self.scope.arguments_are_set = words, False
         self._read_node(definition.child_by_field_name("body"))
         self.scope.arguments, self.scope.arguments_are_set, self._place = before
-        self._functions[name] = definition, statement, place
+        self._functions[name] = function
 
     def _for_statement(self, node: Node) -> None:
         """Append a loop of any kind: one without a launch as one statement; one over a single word,

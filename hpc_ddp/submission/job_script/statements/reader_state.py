@@ -25,6 +25,7 @@ from hpc_ddp.submission.job_script.statements.loaded_texts import forget_loaded_
 from hpc_ddp.submission.job_script.statements.open_commands import extends_launch
 from hpc_ddp.submission.job_script.statements.rules import BLANK_VALUE
 from hpc_ddp.submission.job_script.statements.statement import (
+    KnownFunction,
     Place,
     Statement,
     names_set_by_calls,
@@ -73,7 +74,7 @@ class Reading(ABC):
         self.open_commands: dict[str, list[Statement]] = {}
         self.files: dict[str, str] = {}
         self.notes: list[tuple[int, str]] = []
-        self._functions: dict[str, tuple[Node, Statement, Place]] = {}
+        self._functions: dict[str, KnownFunction] = {}
         self.called_definitions: list[
             Statement
         ] = []  # definitions of functions that are read where called
@@ -208,7 +209,8 @@ class Reading(ABC):
         """Append the definition of a function, and note it for calls (`_read_call`)."""
         name = source(node.child_by_field_name("name"))
         sets = names_set_in(node) | names_set_by_calls(node, self._functions)
-        self._functions[name] = node, self._add(node, defines=name, sets=sets), self._place
+        statement = self._add(node, defines=name, sets=sets)
+        self._functions[name] = KnownFunction(node, statement, self._place)
 
     @abstractmethod
     def _read_node(self, node: Node) -> None:
@@ -245,7 +247,7 @@ class Reading(ABC):
         self._forget_relative_files()
         scope = self.scope
         if statement.first in self._functions:
-            node = syntax.body_of(self._functions[statement.first][0])
+            node = syntax.body_of(self._functions[statement.first].node)
             scope = replace(scope, arguments=statement.words[1:])
         write_texts(node, scope, self.files)
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+from typing import NamedTuple
 
 from hpc_ddp.submission.job_script.conversion import NO_COMPONENTS
 
@@ -52,9 +53,19 @@ ONLY_DELETES = re.compile(
 # Whether a run, or the task of an array that it is, may have had an attempt: nothing is deleted
 # where that can't be known.
 ATTEMPTED = '[ "${HPC_DDP_FIRST_START-}" != yes ]'
-# Limits of lines: the test that leaves one out, and the note.
-ONCE = ATTEMPTED, "deletes in the first attempt alone: later ones go on with what is there"
-FINALLY = (
+
+
+class Limit(NamedTuple):
+    """When a set-up or clean-up line does not run: the test of bash that leaves it out, '' for
+    none; and the note on it for the user."""
+
+    test: str
+    note: str
+
+
+NO_LIMIT = Limit("", "")
+ONCE = Limit(ATTEMPTED, "deletes in the first attempt alone: later ones go on with what is there")
+FINALLY = Limit(
     '[ "$HPC_DDP_VERDICT" != finished ]',
     "a second launch: teardown starts it once the training has finished; it is not requeued",
 )

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from hpc_ddp.submission.job_script.bash.values import Counted
 from hpc_ddp.submission.job_script.conversion import TAKEN, Conversion
 from hpc_ddp.submission.job_script.launchers.launch import Launch
-from hpc_ddp.submission.job_script.launchers.tasks import (
+from hpc_ddp.submission.job_script.launchers.program_names import (
     PREPARES,
     TESTS,
     TRAINS,
@@ -20,15 +21,21 @@ from hpc_ddp.submission.job_script.launchers.tasks import (
 from hpc_ddp.submission.job_script.statements.open_commands import leave_empty
 from hpc_ddp.submission.job_script.statements.reader import Reader
 from hpc_ddp.submission.job_script.statements.rules import ENDED, FINALLY, PRINTS, STARTS_PYTHON
-from hpc_ddp.submission.job_script.statements.statement import Statement, names_file
+from hpc_ddp.submission.job_script.statements.statement import Statement, calls_function, names_file
 
-# What a launch is to be chosen from: the index of its statement, the statement, and the launch.
-Entry = tuple[int, Statement, Launch]
 # Options of torchrun by which its nodes meet.
 _MEETS = {
     *("nnodes", "nnode", "node-rank", "rdzv-endpoint", "rdzv-backend", "rdzv-id", "rdzv-conf"),
     *("master-addr", "master-port", "hostfile", "num-nodes", "world-size", "base-rank"),
 }
+
+
+class LaunchEntry(NamedTuple):
+    """A launch that the training may be, with its statement and that one's index (`position`)."""
+
+    position: int
+    statement: Statement
+    launch: Launch
 
 
 def choose_launch(reader: Reader, result: Conversion) -> tuple[Launch | None, int]:
@@ -49,7 +56,11 @@ def choose_launch(reader: Reader, result: Conversion) -> tuple[Launch | None, in
     _make_node_checks_plain(reader.statements)
     _remove_launch_of_first_node(reader)
     statements = reader.statements
-    launches = [(i, s, s.launch) for i, s in enumerate(statements) if s.launch and not s.lost]
+    launches = [
+        LaunchEntry(index, s, s.launch)
+        for index, s in enumerate(statements)
+        if s.launch and not s.lost
+    ]
     if not launches:
         result.note(0, "no launch of a training was found: name the script with script = …")
         lost = (i for i, s in enumerate(statements) if "launch" in s.lost)
@@ -58,8 +69,10 @@ def choose_launch(reader: Reader, result: Conversion) -> tuple[Launch | None, in
     _keep_choices_of_steps(statements[:at], training, nodes)
     _join_other_calls(statements, chosen)
     at = next(index for index, statement in enumerate(statements) if statement is chosen)
-    early = [entry for entry in launches if not (entry[1].launch or any(entry[1].limit))]
-    for statement in (s for _, s, launch in early if _trains(launch)):
+    early = [
+        entry for entry in launches if not (entry.statement.launch or entry.statement.limit.test)
+    ]
+    for statement in (entry.statement for entry in early if _trains(entry.launch)):
         reason = "it may be a training of its own, and runs before each attempt"
         result.note(statement.lines[0], f"{reason}: submit it as a job of its own")
     if training.in_loop and training.kind == "torchrun" and not _MEETS & training.options.keys():
@@ -147,37 +160,39 @@ def _link_to_log(launch: Statement, files: Sequence[str]) -> Statement | None:
     return Statement("\n".join(lines), (launch.lines[0],) * 2, shells=launch.shells)
 
 
-def _set_others_aside(launches: list[Entry], nodes: int) -> Entry:
+def _set_others_aside(launches: list[LaunchEntry], nodes: int) -> LaunchEntry:
     """Return the entry of the training, by the rules of `choose_launch`, and make the other
     launches plain commands, behind the training with the limit `FINALLY`, or `lost`. `nodes` is the
     job's number of nodes."""
-    aside = [entry for entry in launches if _only_prepares(entry[2])]
+    aside = [entry for entry in launches if _only_prepares(entry.launch)]
     counted = [entry for entry in launches if entry not in aside] or launches
     most = max(launch.weight for _, _, launch in counted)
-    heaviest = [entry for entry in counted if entry[2].weight == most]
-    partial = [entry for entry in heaviest if _is_partial(entry[2], nodes)]
+    heaviest = [entry for entry in counted if entry.launch.weight == most]
+    partial = [entry for entry in heaviest if _is_partial(entry.launch, nodes)]
     # A launch on the first node and others elsewhere, each with words of its own, are no training.
     is_split = any(launch.names_nodes for _, _, launch in partial)
     complete = [] if is_split else [entry for entry in heaviest if entry not in partial]
     candidates = complete or heaviest
     count = _count_preparations([launch for _, _, launch in candidates])
-    first = candidates[count][1]
+    first = candidates[count].statement
     # Launches in the text of one bash -c have the same text: the last of them is the training.
     training = [
-        entry for entry in candidates
-        if entry[1] is first or (entry[1].in_task and entry[1].outer is first.outer)
-    ][-1]  # fmt: skip
+        entry
+        for entry in candidates
+        if entry.statement is first
+        or (entry.statement.in_task and entry.statement.outer is first.outer)
+    ][-1]
     for entry in launches:
         index, statement, launch = entry
         words = " ".join(word.text for word in launch.args)
         is_preparation = entry not in complete or entry in candidates[:count]
-        is_plain = index < training[0] and complete and is_preparation
+        is_plain = index < training.position and complete and is_preparation
         if is_plain or (entry in aside and counted is not launches):
             _make_plain(statement)
-        elif index > training[0] and _ends_run(launch, words, training[2]):
+        elif index > training.position and _ends_run(launch, words, training.launch):
             _make_plain(statement)
             statement.limit = FINALLY
-        elif statement is not training[1]:
+        elif statement is not training.statement:
             statement.lost = "a second launch: a job has one; submit this one as its own job"
     return training
 
@@ -318,3 +333,17 @@ def _is_partial(launch: Launch, nodes: int) -> bool:
     each task is a worker, its number of tasks bounds that of its nodes."""
     count = launch.nodes or (launch.tasks if not launch.kind else None) or nodes
     return count < nodes and not launch.in_loop
+
+
+def restore_definitions(reader: Reader, index: int) -> int:
+    """Put the definition of each function that is read where it is called back before the first
+    statement that calls it and is no launch: ``run`` of ``run module load a``. Return the new index
+    of the statement that has the `index`."""
+    for definition in reader.called_definitions:
+        indexes = (
+            i for i, s in enumerate(reader.statements) if calls_function(s, definition.defines)
+        )
+        if (at := next(indexes, None)) is not None:
+            reader.statements.insert(at, definition)
+            index += at <= index
+    return index
