@@ -16,7 +16,11 @@ from hpc_ddp.submission.job_script.launchers.program_names import (
 )
 from hpc_ddp.submission.job_script.secrets import is_secret, looks_secret
 from hpc_ddp.submission.job_script.statements.reader import Reader
-from hpc_ddp.submission.job_script.statements.requeues_and_deletions import separate_requeue
+from hpc_ddp.submission.job_script.statements.requeues_and_deletions import (
+    deletes_below_missing,
+    only_tidies,
+    separate_requeue,
+)
 from hpc_ddp.submission.job_script.statements.rules import (
     DECIDED,
     DELETES,
@@ -297,14 +301,16 @@ class Refusals:
         """Return whether a statement, of an `index`, that deletes something can be a line of the
         job. Behind the launch that is one which only deletes files that lines before it write; in
         front of it in the batch script, one that deletes below a folder which is not there
-        (`_deletes_below_missing`), or only deletes: the latter gets the limit `ONCE`, since before
+        (`deletes_below_missing`), or only deletes: the latter gets the limit `ONCE`, since before
         each attempt it would delete checkpoints."""
         if index > self._launch_at:
             return self._only_deletes_written(statement.text, index)
-        if statement.in_task or _deletes_below_missing(statement.text):
-            return not statement.in_task
+        if statement.in_task:
+            return False
+        if deletes_below_missing(statement.text):
+            return True
         code = self._fill_in_values(statement.text, is_static=False)
-        only_deletes = bool(ONLY_DELETES.fullmatch(code)) or _only_tidies(statement.text)
+        only_deletes = bool(ONLY_DELETES.fullmatch(code)) or only_tidies(statement.text)
         statement.limit = ONCE if only_deletes else statement.limit
         return only_deletes
 
@@ -382,24 +388,3 @@ class Refusals:
         if self._name:
             text = re.sub(rf"(?<=[\s/\"']){re.escape(self._name)}(?=[\s\"';)]|$)", "$0", text)
         return first_reason(rules, text, is_after)
-
-
-def _deletes_below_missing(text: str) -> bool:
-    """Return whether bash code, `text`, is an ``if [ ! -d FOLDER ]`` that deletes nothing but this
-    folder, and what is below it, which is not there before."""
-    text = re.sub("[\"']", "", text)
-    folder = re.match(r"if\s+\[\[?\s+!\s+-[def]\s+(\S+)\s+\]", text)
-    if folder is None or re.search(r"\belse\b|\belif\b|\.\./", text):
-        return False
-    commands = map(syntax.source, syntax.commands_of(syntax.parse(text)))
-    deleted = [word for c in commands if c.startswith("rm ") for word in c.split()[1:]]
-    paths = [word for word in deleted if word[:1] != "-"]
-    return bool(paths) and all(f"{path}/".startswith(f"{folder[1]}/") for path in paths)
-
-
-def _only_tidies(text: str) -> bool:
-    """Return whether bash code, `text`, is an ``if`` of commands that delete or make folders, print
-    or test."""
-    root = syntax.parse(text)
-    is_if = [child.type for child in root.named_children] == ["if_statement"]
-    return is_if and blocks.only_reports(root, {"rm", "mkdir", "["})

@@ -91,9 +91,8 @@ class Sorter:
         self._of_files: Set[str] | None = frozenset()  # names in files that lines load; None: any
 
     def take_statements(self) -> None:
-        """Put all statements but the launch into `result`: set-up and clean-up lines, variables,
-        and each line's group. Set `lost` and `decided` of all statements, and ``result.unknown``.
-        To be called once."""
+        """Put all statements but the launch, and each line's group, into `result`. Set `lost` and
+        `decided` of all statements, and ``result.unknown``. To be called once."""
         self.result.unknown, self._launch_at = self._refusals.set_reasons()
         names = {n for word in self.launch.words for n in word.names} if self.launch else set()
         self._needed |= {n for n in names if not is_of_hpc_ddp(n) or n in self._refusals.assigned}
@@ -131,9 +130,8 @@ class Sorter:
         self.result.env = dict(reversed(self.result.env.items()))
 
     def _find_return(self) -> int:
-        """Return the index of the first statement behind a child shell, ``(cd DIR; srun …)``, that
-        is around the launch in the batch script, and in which a ``cd`` stands: for that statement
-        bash is back in the folder before. -1 without one."""
+        """Return the index of the first statement behind ``(cd DIR; srun …)``, a child shell with
+        the launch and a ``cd`` in it: there bash is back in the folder before. -1 without one."""
         shells = self._statements[self._launch_at].shells if self.launch else ()
         for index, statement in enumerate(
             self._statements[self._launch_at + 1 :], self._launch_at + 1
@@ -191,9 +189,8 @@ class Sorter:
 
     def _keep_as_line(self, statement: Statement, text: str, is_after: bool) -> Fate:
         """Return the fate of a statement that becomes a set-up line, or with `is_after` a clean-up
-        line: its `text`, or what `_limit_line` makes of it. Add the names that it sets to `kept`,
-        and those that it needs to `_needed`; the batch script's variables in the line of a task go
-        to ``expand``."""
+        line, of its `text`. Add the names that it sets to `kept`, and those that it needs to
+        `_needed`; the batch script's variables in the line of a task go to ``expand``."""
         key = "teardown" if is_after else "setup"
         text = self._limit_line(statement, text)
         if statement.in_task:
