@@ -14,7 +14,7 @@ from hpc_ddp.submission.job_script.bash.values import doubts_in
 from hpc_ddp.submission.job_script.bash.words import Part, Word
 from hpc_ddp.submission.job_script.conversion import OURS
 from hpc_ddp.submission.job_script.launchers.launch import Launch
-from hpc_ddp.submission.job_script.statements.branch_reader import CHOOSES, BranchReading
+from hpc_ddp.submission.job_script.statements.branch_reader import CHOOSES, BranchReader
 from hpc_ddp.submission.job_script.statements.loaded_texts import sentences_on
 from hpc_ddp.submission.job_script.statements.reader_state import OF_ARGUMENTS
 from hpc_ddp.submission.job_script.statements.requeues_and_deletions import does_more
@@ -30,7 +30,7 @@ _EXPORTS_ALL = re.compile(r"(?<!\s--)\s([-+])(?:\w*a\w*|\w*o\s+allexport)(?=\s|$
 _PRINTS_ONLY = r"(echo|printf|date|hostname|nvidia-smi|pwd|ls|export|unset|set|module list)\b"
 
 
-class Reader(BranchReading):
+class Reader(BranchReader):
     """Reads a script into `statements`; `scope` then has its variables as they are at the end.
 
     A method that is named after a type of node in tree-sitter-bash, as ``_if_statement``, appends
@@ -165,8 +165,8 @@ class Reader(BranchReading):
             self.scope.set("PWD", probe.scope.values.get("PWD"))
 
     def _read_eval(self, code: str, words: list[Word], node: Node) -> None:
-        """Append the statements in the text of an ``eval`` of `words`, `code`; its launches are
-        marked as evaluated."""
+        """Append the statements in `code`, the text of an ``eval`` of `words`, `node`. Its launches
+        get `is_evaluated`, and a note on each doubtful value in the words."""
         count = len(self.statements)
         self._read_text(code, node, self._place.step)
         for launch in (s.launch for s in self.statements[count:] if s.launch):
@@ -305,8 +305,8 @@ class Reader(BranchReading):
             self._add(last, text, is_report=reports, reported_launch=launching.launch)
 
     def _end_after_failures(self, count: int) -> None:
-        """Have each command from the statement `count` on end the script if it fails, as in front
-        of ``&& LAUNCH``; not one that prints, moves or sets variables, nor a list of commands."""
+        """Put ``|| exit`` behind each command from the statement `count` on, which stands in front
+        of ``&& LAUNCH``; not behind a print, a ``cd``, an assignment, or a list of commands."""
         for statement in self.statements[count:]:
             code = re.sub(r"(['\"]).*?\1", "''", statement.text)
             if re.search(r"\|\||;|(?<![\w-])exit(?![\w-])|\n", code):
@@ -385,9 +385,9 @@ class Reader(BranchReading):
         self._place = before
 
     def _read_loop_over_nodes(self, node: Node) -> None:
-        """Append the statements in the body of a loop over the nodes. The variables that the loop
-        sets go to `node_variables`, but for a counter of nodes, whose value is then
-        ``$SLURM_NODEID``."""
+        """Append the statements in the body of a loop over the nodes, as they are for one node. The
+        variables that the loop sets have no known value, and go to `node_variables`; a counter of
+        the nodes has the value ``$SLURM_NODEID`` instead."""
         for name in names_set_in(node):
             self.scope.set(name, None)
             self.node_variables.add(name)

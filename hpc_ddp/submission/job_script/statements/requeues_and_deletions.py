@@ -116,7 +116,7 @@ def only_tidies(text: str) -> bool:
 
 
 def _definitions(text: str) -> list[Node]:
-    """Return the nodes of the functions that bash code, `text`, defines. Raise as `syntax.parse`."""
+    """Return the nodes of the functions that bash code defines. Raise as `syntax.parse`."""
     nodes = syntax.all_below(syntax.parse(text))
     return [node for node in nodes if node.type == "function_definition"]
 

@@ -1,4 +1,4 @@
-"""The launch that is the training, among those of a job script."""
+"""Which launch of a job script is the training, and what becomes of the other launches."""
 
 from __future__ import annotations
 
@@ -39,18 +39,19 @@ class LaunchEntry(NamedTuple):
 
 
 def choose_launch(reader: Reader, result: Conversion) -> tuple[Launch | None, int]:
-    """Return the launch that is the training, and the index of its statement.
+    """Return the launch that is the training, and the index of its statement. Change the statements
+    of `reader`, and add notes to `result`.
 
-    It is the first of the launches that weigh most and prepare nothing, of those on all nodes if
-    there are some. It is None where there is no launch, where a step starts the launch on fewer
-    nodes than the job has, and where each node would train for itself: such a statement gets
-    `lost`. Without any launch the index is that of a lost statement that may have one, else the
-    number of statements.
+    The training is the first of the launches with the highest weight that prepare nothing; if some
+    of them are on all nodes, the first of these. The result is None and an index where a step
+    starts it on fewer nodes than the job has, or each node would train for itself: then its
+    statement gets `lost`. Without any launch it is None, and the index of a lost statement that may
+    have one, else the number of statements.
 
-    Statements of `reader` are changed. Launches in front of one on all nodes become plain commands
-    (`launch` is None) if they weigh less, are on fewer nodes or prepare it; so do checks of each
-    node. Other launches get `lost`; a first node's part of the training is removed. Variables that
-    hold the training are left empty (`leave_empty`). `result` gets notes.
+    Launches in front of the training become plain commands (`launch` is None) if they have less
+    weight, are on fewer nodes or prepare it; so do checks of each node. Other launches get `lost`.
+    A first node's part of the training is removed. Variables that hold the training's words are
+    left empty (`leave_empty`).
     """
     nodes = reader.scope.numbers.get("SLURM_NNODES", 1)
     _make_node_checks_plain(reader.statements)
@@ -120,8 +121,9 @@ def _keep_choices_of_steps(before: Sequence[Statement], training: Launch, nodes:
 
 
 def _join_other_calls(statements: list[Statement], training: Statement) -> None:
-    """Replace the statements of each other call of the function that has the `training`, if the
-    launch in them is lost, by the call, which is lost for the same reason."""
+    """Replace, in `statements`, those of each other call of the function whose body has the
+    `training` by one statement, the call, if the launch in them is lost: the call is lost for the
+    same reason."""
     name = training.call.text.split()[0] if training.call else ""
     launches = [s for s in statements if s.call and s.launch and s.lost]
     for statement in (s for s in launches if s.call is not training.call):
@@ -220,8 +222,8 @@ def _count_preparations(launches: Sequence[Launch]) -> int:
 
 
 def _describe_fewer_nodes(training: Launch, nodes: int) -> str:
-    """Return a text that says on how many of the job's `nodes` a launch is: on one where the batch
-    script runs it. '' if it is on all, also by deepspeed's ssh, or in a loop over them."""
+    """Return "a launch on 1 of 4 nodes" for a training on fewer than the job's `nodes`, as one that
+    the batch script runs. '' for one on all, also by deepspeed's ssh, or in a loop over them."""
     if {"hostfile", "num-nodes", "deepspeed-hostfile"} & training.options.keys():
         return ""
     count = training.nodes or (0 if training.step else 1)  # 0: on all
@@ -268,7 +270,8 @@ def _remove_launch_of_first_node(reader: Reader) -> None:
 
 
 def _make_plain(statement: Statement) -> None:
-    """Make a launch a plain command, which `join_commands_read_in_parts` gives its text."""
+    """Make a launch a plain command of the set-up lines: set `launch` to None, and `is_step`, by
+    which `join_commands_read_in_parts` gives it the text of the whole command."""
     statement.launch, statement.is_step = None, True
 
 
@@ -311,8 +314,8 @@ def _trains(launch: Launch) -> bool:
 
 
 def keep_one_command(statements: Sequence[Statement]) -> None:
-    """Make plain commands of all launches but one, where all are commands that only may train
-    (``Counted.COMMANDS``): the last of those that do by their names stays, else the last."""
+    """Make plain commands of all launches but one, for launches that are commands which only may
+    train (``Counted.COMMANDS``). The last that trains by its name stays, else the last of all."""
     launches = [s for s in statements if s.launch and not s.lost]
     trains = [s for s in launches if s.launch and _trains(s.launch)]
     for statement in launches:
@@ -321,9 +324,8 @@ def keep_one_command(statements: Sequence[Statement]) -> None:
 
 
 def has_launch(statements: Sequence[Statement], counted: Counted) -> bool:
-    """Return whether a launch is among the statements, one of plain Python (weight 1) only with
-    `counted` above ``PLAIN_PYTHON``; or may be in a lost one, whose reason has the word "launch".
-    """
+    """Return whether a launch is among the statements, or may be in a lost one (its reason has the
+    word "launch"). Plain Python (weight 1) counts only with `counted` above ``PLAIN_PYTHON``."""
     least = 1 if counted == Counted.PLAIN_PYTHON else 0
     return any((s.launch and s.launch.weight > least) or "launch" in s.lost for s in statements)
 
