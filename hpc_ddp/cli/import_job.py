@@ -19,12 +19,7 @@ from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.file_io import write_whole
 from hpc_ddp.submission.job_script.conversion import LOST, Conversion
 from hpc_ddp.submission.job_script.importer import import_script
-from hpc_ddp.submission.job_script.output import (
-    format_table,
-    subtract_site,
-    to_comment,
-    to_toml,
-)
+from hpc_ddp.submission.job_script.output import format_table, subtract_site, to_comment, to_toml
 from hpc_ddp.submission.plan import plan_new
 from hpc_ddp.submission.run_files.snapshot import select_files
 from hpc_ddp.submission.settings import config

@@ -63,12 +63,15 @@ class Conversion:
         texts = (text for name, text in self.marks.get(line, []) if name == group)
         return "; ".join(dict.fromkeys(texts))  # each once
 
+    def entries(self) -> list[tuple[Any, int]]:
+        """Return all settings, variables and entries of lists, each with its line."""
+        lists = [entry for entries in self.lists.values() for entry in entries]
+        return [*self.values.values(), *self.env.values(), *lists]
+
     def lines_lost_in_part(self) -> set[int]:
         """Return the numbers of the lines of which a part alone is lost: they have marks of LOST
         and of TAKEN, and a setting comes from them."""
-        entries = [*self.values.values(), *self.env.values()]
-        entries += [entry for entries_of_key in self.lists.values() for entry in entries_of_key]
-        lines = {line for _, line in entries} & self.marks.keys()
+        lines = {line for _, line in self.entries()} & self.marks.keys()
         return {line for line in lines if {TAKEN, LOST} <= dict(self.marks[line]).keys()}
 
     def append(self, key: str, entry: str, line: int) -> None:

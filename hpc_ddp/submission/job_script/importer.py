@@ -135,10 +135,7 @@ def _add_notes(result: Conversion, scope: Scope, missing: set[str], optional: se
         else ""
     )
     for variables, reason in (
-        (
-            missing - of_shell,
-            f"not set in this shell: to be exported before hpc-ddp submit{end}",
-        ),
+        (missing - of_shell, f"not set in this shell: to be exported before hpc-ddp submit{end}"),
         (of_shell, "taken as unset: if your shell has one, write it"),
         (optional, "unset in this shell; lines ask for that of the shell that submits"),
     ):
@@ -196,9 +193,7 @@ def _note_values(result: Conversion, numbers: Mapping[str, int]) -> None:
 def _note_placeholders(result: Conversion) -> None:
     """Add a note to `result` on each line of which a setting has what looks like a placeholder, and
     not only in a text that is printed."""
-    entries = [*result.values.values(), *result.env.values()]
-    entries += [entry for entries_of_key in result.lists.values() for entry in entries_of_key]
-    codes = [(PRINTED_TEXT.sub(" ", str(text)), n) for text, n in entries]
+    codes = [(PRINTED_TEXT.sub(" ", str(text)), n) for text, n in result.entries()]
     places = [(n, match[0]) for code, n in codes if (match := _PLACEHOLDER.search(code))]
     for line, text in sorted({*places}):
         result.note(line, f"{text} looks like a placeholder: write your own")
@@ -252,11 +247,9 @@ def _write_numbers(result: Conversion, numbers: Mapping[str, int], reader: Reade
 def _remove_unused_names(result: Conversion) -> None:
     """Remove names from ``expand`` that no text of `result` has as a variable, and ``expand``
     itself if no name is left."""
-    texts = [text for text, _ in result.env.values()]
-    texts += [text for key in result.lists for text, _ in result.lists[key] if key != "expand"]
-    texts += [str(setting) for setting, _ in result.values.values()]
-    names = {name for text in texts for name in re.findall(r"\$\{?(\w+)", text)}
     expand = result.lists.pop("expand", [])
+    texts = [str(setting) for setting, _ in result.entries()]
+    names = {name for text in texts for name in re.findall(r"\$\{?(\w+)", text)}
     if used := [entry for entry in expand if entry[0].removesuffix("[@]") in names]:
         result.lists["expand"] = used
 

@@ -144,7 +144,7 @@ def format_table(conversion: Conversion, text: str) -> list[str]:
 
 def _shorten(line: str, has_secret: bool) -> str:
     """Return a script's line with single blanks, cut to `_WIDTH` characters with ``...`` at the
-    end. Of a line that `has_secret` only the first two words, up to a ``=``, are in it."""
+    end. Only the first two words, up to a ``=``, are in it for a line that `has_secret`."""
     content = " ".join(line.split())
     if has_secret:
         content = f"{' '.join(content.split()[:2]).partition('=')[0]} ..."

@@ -13,9 +13,7 @@ from hpc_ddp.submission.job_script.bash.comments import (
     lines_with_cutting_comment,
 )
 from hpc_ddp.submission.job_script.conversion import LOST, Conversion
-from hpc_ddp.submission.job_script.launchers.tasks import (
-    LOGIN,
-)
+from hpc_ddp.submission.job_script.launchers.tasks import LOGIN
 from hpc_ddp.submission.job_script.output import is_code
 
 # The program of a script's first line, and those that do not read it as bash does.

@@ -181,10 +181,8 @@ def _is_empty(words: list[Word], scope: Scope, is_guessed: bool) -> bool | None:
             name in of_gpus or name in scope.texts or _OF_EACH_JOB.fullmatch(name) for name in names
         )
         return False if is_set else None
-    if any(
-        scope.has_unknown_names or name in scope.values or name in scope.shell_names
-        for name in names
-    ):
+    is_known = not {*names}.isdisjoint(scope.values.keys() | scope.shell_names)
+    if is_known or (names and scope.has_unknown_names):
         return None
     if not is_guessed and not scope.guesses.issuperset(names):
         return None

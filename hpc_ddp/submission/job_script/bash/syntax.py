@@ -184,8 +184,7 @@ def uses_arguments(text: str, are_none: bool = False) -> bool:
     uses = _ARGUMENTS.search(ALL_ARGUMENTS.sub("", code) if are_none else code)
     if uses and re.search(r"\(\)|\bfunction\s", code):  # a function's body has its own
         root = parse(text)
-        functions = [n for n in all_below(root) if n.type == "function_definition"]
-        if functions:
+        if functions := functions_in(root):
             code = source(root)
             for node in functions:
                 code = code.replace(source(node), " ", 1)
@@ -297,6 +296,11 @@ def all_below(node: Node) -> Iterator[Node]:
     yield node
     for child in node.named_children:
         yield from all_below(child)
+
+
+def functions_in(node: Node) -> list[Node]:
+    """Return the definitions of functions in a node, in the script's order."""
+    return [inner for inner in all_below(node) if inner.type == "function_definition"]
 
 
 def descend(node: Node) -> Iterator[Node]:

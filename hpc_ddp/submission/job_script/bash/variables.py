@@ -387,12 +387,8 @@ class Scope:
             return True
         # Only the job knows an argument behind a `set --` or `getopts`.
         is_of_job = name.isdigit() and self.arguments_are_set and self.arguments is None
-        if (
-            self.has_unknown_names
-            or OF_A_JOB.fullmatch(name)
-            or is_of_job
-            or name in self.shell_names
-        ):
+        is_of_job = is_of_job or bool(OF_A_JOB.fullmatch(name))
+        if self.has_unknown_names or is_of_job or name in self.shell_names:
             return False
         if self.arguments is None or not name.isdigit():
             self.defaults.add(name)

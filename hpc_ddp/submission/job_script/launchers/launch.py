@@ -70,9 +70,7 @@ class Launch:
     options: dict[str, tuple[Word | None, int]] = field(default_factory=dict)
     settings: dict[str, list[Word]] = field(default_factory=dict)
     env: dict[str, Word] = field(default_factory=dict)
-    launcher_variables: set[str] = field(
-        default_factory=set
-    )  # variables that the launcher sets itself
+    launcher_variables: set[str] = field(default_factory=set)  # which the launcher sets itself
     files: dict[str, str] = field(default_factory=dict)
     outputs: list[str] = field(default_factory=list)
     unset: dict[str, tuple[int, bool]] = field(default_factory=dict)
@@ -261,7 +259,7 @@ class Launch:
 
     @property
     def training_key(self) -> tuple[str, ...]:
-        """What two launches of the same training have in common, as texts to compare: the
+        """The texts that two launches of the same training have in common: the
         launcher's kind, its number of workers, its variables, those that it unsets, and the words
         of the program that it starts."""
         words = [*self.settings.get("module", ()), self.program, *self.args]

@@ -19,9 +19,7 @@ from hpc_ddp.submission.job_script.launchers.option_names import (
     TOOLS,
     is_launcher,
 )
-from hpc_ddp.submission.job_script.launchers.program_names import (
-    may_train,
-)
+from hpc_ddp.submission.job_script.launchers.program_names import may_train
 from hpc_ddp.submission.job_script.launchers.tasks import (
     read_env,
     read_horovodrun,

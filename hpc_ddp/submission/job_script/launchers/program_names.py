@@ -1,4 +1,4 @@
-"""What a program is for, by its name and arguments: training, its preparation, a test …"""
+"""The purpose of a program, by its name and arguments: training, its preparation, a test …"""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ _PROGRAM = re.compile(r".*\.(py|sh)|\.{1,2}/.*", re.S)
 
 
 class Kind(Enum):
-    """What a word behind a launcher's name is, as a variable whose value only the job knows."""
+    """The kind of a word behind a launcher's name, as a variable whose value only the job knows."""
 
     OPTIONS = "options"  # maybe several words, or none
     OPERAND = "operand"  # an image or a program

@@ -23,9 +23,7 @@ from hpc_ddp.submission.job_script.bash.syntax import Node, commands_of, source
 from hpc_ddp.submission.job_script.bash.words import Part, Word
 from hpc_ddp.submission.job_script.conversion import OURS
 from hpc_ddp.submission.job_script.launchers.launch import Launch
-from hpc_ddp.submission.job_script.launchers.program_names import (
-    prepares_training,
-)
+from hpc_ddp.submission.job_script.launchers.program_names import prepares_training
 from hpc_ddp.submission.job_script.statements.loaded_texts import doubts_on_names, sentences_on
 from hpc_ddp.submission.job_script.statements.open_commands import replaces_launch
 from hpc_ddp.submission.job_script.statements.reader_state import ReaderState

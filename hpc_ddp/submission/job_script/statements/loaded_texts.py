@@ -17,9 +17,9 @@ from hpc_ddp.submission.job_script.bash.blocks import (
 )
 from hpc_ddp.submission.job_script.bash.syntax import (
     Node,
-    all_below,
     body_of,
     commands_of,
+    functions_in,
     names_in,
     parse,
     source,
@@ -102,14 +102,11 @@ def _loaded_texts(
             if text not in texts:
                 texts.append(text)
                 pending.append(parse(text))
-                scope.loaded_functions |= _functions_in(pending[-1])
+                scope.loaded_functions |= {
+                    source(n.child_by_field_name("name")): source(body_of(n))
+                    for n in functions_in(pending[-1])
+                }
     return texts, is_unknown
-
-
-def _functions_in(root: Node) -> dict[str, str]:
-    """Return the bodies of the functions that are defined below a node, by name."""
-    nodes = (node for node in all_below(root) if node.type == "function_definition")
-    return {source(n.child_by_field_name("name")): source(body_of(n)) for n in nodes}
 
 
 def _loaded_text(command: Node, scope: Scope) -> str | None:

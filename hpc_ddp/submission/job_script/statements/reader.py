@@ -21,8 +21,8 @@ from hpc_ddp.submission.job_script.statements.requeues_and_deletions import does
 from hpc_ddp.submission.job_script.statements.rules import DECIDED, ENDED, first_reason
 from hpc_ddp.submission.job_script.statements.statement import (
     Statement,
+    bash_c_text,
     changes_folder,
-    text_of_bash_c,
 )
 
 _ENDS = re.compile(r"exit\b[^;&|\n]*$|exec\s+[^-<>&\d\s][^;&|\n]*$")  # exec of a program
@@ -120,13 +120,12 @@ class Reader(BranchReader):
         if around is None and self._enclosing:  # by this command itself
             self._enclosing[-1].words = words
         first = words[0].text if words else ""
-        if first in self._functions and self._has_launch(
-            self._functions[first].node, "", words[1:]
-        ):
+        function = self._functions.get(first)
+        if function and self._has_launch(function.node, "", words[1:]):
             with self._output_to(output):
                 self._read_call(first, words[1:], node)
             return
-        code = " ".join(map(text_of_bash_c, words[1:])) if first == "eval" else ""
+        code = " ".join(map(bash_c_text, words[1:])) if first == "eval" else ""
         is_printed = re.match(r"\s*[\"']?(\$\(|`)", code)  # what another command prints
         if code and not is_printed and self._has_launch(code):
             with self._output_to(output):
@@ -139,18 +138,16 @@ class Reader(BranchReader):
             self.scope.change_folder(words)
         if first == "set" and (switch := _EXPORTS_ALL.search(source(node))):
             self._exports_all = switch[1] == "-"
-        is_function = first in self._functions  # of no launch, whatever its name
-        launch = self._make_launch(node, [] if is_function else words, assignments, around or node)
-        if launch.inner and self._has_launch(
-            text_of_bash_c(launch.inner), launch.step, launch.args
-        ):
+        # A function of no launch is none, whatever its name.
+        launch = self._make_launch(node, [] if function else words, assignments, around or node)
+        if launch.inner and self._has_launch(bash_c_text(launch.inner), launch.step, launch.args):
             self._mark_lines(around or node, "the launch")
             self._read_inner(launch, node, output)
         elif not launch.weight or launch.inner is not None:
             is_of_arguments = first in ("shift", "getopts") and not self.scope.arguments_are_set
             lost = OF_ARGUMENTS if is_of_arguments or not (words or assignments) else ""
             self._add(around or node, words=words, output=output, lost=lost)
-            if is_function:
+            if function:
                 self._follow_folder(first, words[1:])
         else:
             self._add(around or node, words=words, launch=launch, output=output)
@@ -189,7 +186,7 @@ class Reader(BranchReader):
         self._place = replace(place, in_image=place.in_image or in_image)
         with self._child_shell(outer.args, False):
             self.scope.set("0", outer.inner_name)
-            self._read_text(text_of_bash_c(word), node, step, outer.inner.line)
+            self._read_text(bash_c_text(word), node, step, outer.inner.line)
         self._place = place
         for statement in (s for s in self.statements if id(s) not in earlier):
             self._give_to_inner(statement, outer, node, output)
@@ -211,9 +208,8 @@ class Reader(BranchReader):
         of `node`, unless its own are known (`syntax.shift_of`). Raise as `syntax.parse`."""
         before, count = self._place, len(self.statements)
         shift = syntax.shift_of(node, text, line) if before.lines is None else None
-        self._place = replace(
-            before, lines=self._lines_of(node), shift=shift, step=step, in_text=True
-        )
+        lines = self._lines_of(node)
+        self._place = replace(before, lines=lines, shift=shift, step=step, in_text=True)
         self.read(text)
         for statement in self.statements[count:]:
             if re.fullmatch(r"\$\{\w+\}", statement.text):  # commands, and not the words of one
@@ -376,11 +372,9 @@ class Reader(BranchReader):
         self.scope.set(name, word)
         self._add(node.children[0], f"{name}={word.as_bash()}", name=name, assigned=word)
         self._mark_lines(node, "a loop over one word")
-        before, leaves = (
-            self._place,
-            "|".join(filter(None, (self._place.leave_commands, "continue|break"))),
-        )
-        self._place = replace(before, leave_commands=leaves)
+        before = self._place
+        leave_commands = "|".join(filter(None, (before.leave_commands, "continue|break")))
+        self._place = replace(before, leave_commands=leave_commands)
         self._read_node(node.child_by_field_name("body"))
         self._place = before
 

@@ -41,7 +41,7 @@ _BLANK_VALUE = re.compile(r"\b\w+=\s+(?!\w+=)(?![A-Za-z_]{1,15}(?:\s|$))[\w<\[\"
 
 
 class ReaderState(ABC):
-    """What `Reader` has read so far, and how a statement is added to it.
+    """The statements that `Reader` has read so far, and the methods that add one.
 
     Attributes
     ----------

@@ -11,9 +11,7 @@ from hpc_ddp.submission.job_script.bash.quotes import split_quoted
 from hpc_ddp.submission.job_script.bash.words import Word, split_text
 from hpc_ddp.submission.job_script.launchers.launch import Launch
 from hpc_ddp.submission.job_script.launchers.option_names import is_launcher
-from hpc_ddp.submission.job_script.launchers.program_names import (
-    programs_follow_training,
-)
+from hpc_ddp.submission.job_script.launchers.program_names import programs_follow_training
 from hpc_ddp.submission.job_script.secrets import is_secret, looks_secret
 from hpc_ddp.submission.job_script.statements.reader import Reader
 from hpc_ddp.submission.job_script.statements.requeues_and_deletions import (
@@ -345,7 +343,7 @@ class Refusals:
     def _find_shell_reason(self, statement: Statement, training: Statement) -> str:
         """Return the reason why a statement behind a child shell, ``( … )``, with the `training` in
         it can't be a clean-up line: it needs a name to which that shell gives another value; ''
-        without a reason. What a shell in a task sets does not count."""
+        without a reason. A name that a shell in a task sets does not count."""
         depth = len(statement.shells)
         if len(training.shells) <= depth:
             return ""

@@ -19,15 +19,7 @@ _DOCUMENT = re.compile(
 # Commands beside a requeue by which a statement does not do more.
 _IDLE = {
     *blocks.REPORTING,
-    "sleep",
-    "[",
-    "trap",
-    "kill",
-    "set",
-    "cd",
-    "module",
-    "scontrol",
-    "squeue",
+    *["sleep", "[", "trap", "kill", "set", "cd", "module", "scontrol", "squeue"],
 }
 
 
@@ -56,7 +48,7 @@ def separate_requeue(statement: Statement, functions: Mapping[str, Statement]) -
     if not (is_plain and re.search(REQUEUES, text)):
         return
     inner = statement.words[1].text if statement.first == "trap" and statement.words[1:] else ""
-    called = "\n".join(source(syntax.body_of(d)) for d in _definitions(text))
+    called = "\n".join(source(syntax.body_of(d)) for d in syntax.functions_in(syntax.parse(text)))
     if does_more(inner, functions) or does_more(called, functions):
         statement.lost = (
             "it requeues the job, which hpc-ddp does, and does more: teardown, if needed"
@@ -113,12 +105,6 @@ def only_tidies(text: str) -> bool:
     root = syntax.parse(text)
     is_if = [child.type for child in root.named_children] == ["if_statement"]
     return is_if and blocks.only_reports(root, {"rm", "mkdir", "["})
-
-
-def _definitions(text: str) -> list[Node]:
-    """Return the nodes of the functions that bash code defines. Raise as `syntax.parse`."""
-    nodes = syntax.all_below(syntax.parse(text))
-    return [node for node in nodes if node.type == "function_definition"]
 
 
 def _is_idle(command: str) -> bool:

@@ -59,11 +59,10 @@ class Limit(NamedTuple):
     """When a set-up or clean-up line does not run: the test of bash that leaves it out, '' for
     none; and the note on it for the user."""
 
-    test: str
-    note: str
+    test: str = ""
+    note: str = ""
 
 
-NO_LIMIT = Limit("", "")
 ONCE = Limit(ATTEMPTED, "deletes in the first attempt alone: later ones go on with what is there")
 FINALLY = Limit(
     '[ "$HPC_DDP_VERDICT" != finished ]',
@@ -98,7 +97,7 @@ RELATIVE = re.compile(
 _OF_FOLDER = re.compile(
     r"(?:^|[;&|({\n]\s*|\b(?:if|then|do)\s+)(?:\.{1,2}/|(?:sh|git|make|cmake|tar|unzip|wget|uv|touch)\s"
     r"|wandb\s+(?!login)|pip3?\s+install\s[^\n;&|]*(?:-e|-r|\s\.)|python[\d.]*\s+-c\s"
-    r"|\[\[?\s+(?:!\s+)?-[defrsx]\s+[\"']?[\w.])|\bactivate\s+\.{1,2}/",
+    r"|\[\[?\s+(?:!\s+)?-[defrsx]\s+[\"']?[\w.])|\bactivate\s+\.{1,2}/"
 )
 _BEFORE, _AFTER, _AROUND = (False,), (True,), (False, True)  # places: values of `is_after`
 _ON_HOSTS = "it runs something on other hosts: node-setup, if needed"
@@ -144,26 +143,18 @@ REFUSED: Rules = (
 DECIDED: Rules = (
     (f".*({REQUEUES})", _AROUND, "the job is requeued until it has finished"),
     (r"exit\b", _AROUND, "hpc-ddp waits for the workers, and ends the job"),
-    (r"wait\b", _AFTER, "hpc-ddp waits for the workers, and ends the job"),
-    (
-        r"for\s+\w+\s+in\s[^;\n]*(;|\n)\s*do\s+wait\s[^;\n]*(;|\n)\s*done$",
-        _AFTER,
-        "hpc-ddp waits for the workers, and ends the job",
-    ),
+    (r"wait\b|sleep\s|for\s+\w+\s+in\s[^;\n]*(;|\n)\s*do\s+wait\s[^;\n]*(;|\n)\s*done$", _AFTER,
+     "hpc-ddp waits for the workers, and ends the job"),
     (_PRINTS_ON_SIGNAL, _AROUND, "hpc-ddp says which signal came, and why a job ends"),
-    (
-        r"(['\"]{2})?(['\"])[^'\"$`]*\n[^'\"$`]*['\"]+$",
-        _AROUND,
-        "a text, and no command: a comment?",
-    ),
-    (r"sleep\s", _AFTER, "hpc-ddp waits for the workers, and ends the job"),
-)
+    (r"(['\"]{2})?(['\"])[^'\"$`]*\n[^'\"$`]*['\"]+$", _AROUND,
+     "a text, and no command: a comment?"),
+)  # fmt: skip
 
 
 def depends_on_folder(text: str, is_assignment: bool) -> bool:
     """Return whether a line, `text`, may do another thing in another folder: it names a file by a
-    relative path (``cp a b``), or is a command that works on its folder (``git pull``). Of an
-    assignment only the code in ``$(…)`` counts."""
+    relative path (``cp a b``), or is a command that works on its folder (``git pull``). Only
+    the code in ``$(…)`` of an assignment counts."""
     if is_assignment:
         codes = re.findall(r"(?:\$\((?!\()|`)(.*)", text, re.S)
         return any(RELATIVE.search(code) or _OF_FOLDER.search(code) for code in codes)

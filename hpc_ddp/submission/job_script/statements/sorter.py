@@ -1,4 +1,4 @@
-"""What becomes of each statement: a set-up or clean-up line, a variable, a setting, or nothing."""
+"""The fate of each statement: a set-up or clean-up line, a variable, a setting, or nothing."""
 
 from __future__ import annotations
 
@@ -28,11 +28,7 @@ from hpc_ddp.submission.job_script.statements.rules import (
     PRINTS,
     depends_on_folder,
 )
-from hpc_ddp.submission.job_script.statements.statement import (
-    Statement,
-    first_load,
-    with_functions,
-)
+from hpc_ddp.submission.job_script.statements.statement import Statement, first_load, with_functions
 
 # In the text of a command line: an option, a program, or a launcher.
 _OF_A_COMMAND = re.compile(r"(?:^|[\s=\"'])(?:--?\w|\S+\.py\b|srun|torchrun|python|accelerate)")

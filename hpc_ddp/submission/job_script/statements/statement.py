@@ -15,7 +15,6 @@ from hpc_ddp.submission.job_script.launchers.launch import Launch
 from hpc_ddp.submission.job_script.statements.rules import (
     DECIDED,
     ENDED,
-    NO_LIMIT,
     ON_EXIT,
     PRINTS,
     Limit,
@@ -65,10 +64,8 @@ class Place:
     def of_call(self, definition: Place, call: Statement) -> Place:
         """Return the place of the body of a function, with that of its `definition`, for a `call`
         of it here."""
-        place = replace(
-            self, lines=definition.lines, shift=definition.shift, leave_commands="return"
-        )
-        return replace(place, call=self.call or call)
+        place = replace(self, leave_commands="return", call=self.call or call)
+        return replace(place, lines=definition.lines, shift=definition.shift)
 
     @property
     def in_task(self) -> bool:
@@ -112,7 +109,7 @@ class Statement:
     choices: list[Launch] = field(default_factory=list)  # of a condition or loop that is lost
     decided: str = ""
     defines: str = ""
-    limit: Limit = NO_LIMIT  # when the line that it becomes runs: `ONCE`, say
+    limit: Limit = field(default_factory=Limit)  # when the line that it becomes runs: `ONCE`, say
     # Of the other side of a launch's list, as ``|| exit 1``: whether it only prints, keeps the exit
     # code or ends the script, and the launch. None for a statement that is no such side.
     is_report: bool | None = None
@@ -368,7 +365,7 @@ def changes_folder(name: str, functions: Mapping[str, KnownFunction]) -> bool:
     return any(changes_folder(n, inner) for n in names & inner.keys())
 
 
-def text_of_bash_c(word: Word) -> str:
+def bash_c_text(word: Word) -> str:
     """Return the text that ``bash -c`` gets, as a script of its own. The outer bash has put the
     values of its variables into the text, also between single quotes; there each variable gets
     double quotes, so that the text means the same where it is read for the first time:

@@ -10,9 +10,7 @@ import pytest
 
 from hpc_ddp.submission.job_script.conversion import LOST, OURS, TAKEN, Conversion
 from hpc_ddp.submission.job_script.importer import import_script
-from hpc_ddp.submission.job_script.launchers.tasks import (
-    LOGIN,
-)
+from hpc_ddp.submission.job_script.launchers.tasks import LOGIN
 from hpc_ddp.submission.job_script.output import format_table, is_code, subtract_site, to_toml
 
 SAMPLES = Path(__file__).parent / "samples"

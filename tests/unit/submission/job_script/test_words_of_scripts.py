@@ -13,9 +13,7 @@ import pytest
 from hpc_ddp.submission.job_script.bash.quotes import without_quoted_texts
 from hpc_ddp.submission.job_script.conversion import LOST, OURS, TAKEN, Conversion
 from hpc_ddp.submission.job_script.importer import import_script
-from hpc_ddp.submission.job_script.launchers.tasks import (
-    LOGIN,
-)
+from hpc_ddp.submission.job_script.launchers.tasks import LOGIN
 from hpc_ddp.submission.job_script.output import to_comment, to_toml
 from hpc_ddp.submission.job_script.secrets import is_secret, looks_secret
 from hpc_ddp.submission.job_script.statements.rules import ATTEMPTED
