@@ -24,7 +24,7 @@ from hpc_ddp.submission.job_script.launchers.program_names import may_train
 from hpc_ddp.submission.job_script.launchers.unknown_words import (
     Kind,
     kind_before_command,
-    skip_unknown_options,
+    take_all_options,
 )
 
 _SRUN_USES = {
@@ -161,11 +161,8 @@ def read_mpirun(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
             word = join_words(options[-2], " ", options[-1], " ", word)
             del options[-2:]
         options.append(word)
-    remaining = launch.take_options(options, _MPIRUN, scope)
-    names = launch.step, f"{launch.step} = […]"
-    return skip_unknown_options(
-        options, remaining, _MPIRUN, launch, scope, kind_before_command, names
-    )[0]
+    name, key = launch.step, f"{launch.step} = […]"
+    return take_all_options(options, _MPIRUN, launch, scope, kind_before_command, name, key)[0]
 
 
 def read_horovodrun(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
@@ -173,11 +170,8 @@ def read_horovodrun(words: list[Word], launch: Launch, scope: Scope) -> list[Wor
     its place; return the words behind them."""
     launch.step = "mpirun"
     launch.mark(words[0].line, "", "horovodrun: mpirun starts the tasks in its place")
-    remaining = launch.take_options(words, _HOROVODRUN, scope)
-    names = "horovodrun", "mpirun = […]"
-    return skip_unknown_options(
-        words, remaining, _HOROVODRUN, launch, scope, kind_before_command, names
-    )[0]
+    name, key = "horovodrun", "mpirun = […]"
+    return take_all_options(words, _HOROVODRUN, launch, scope, kind_before_command, name, key)[0]
 
 
 LOGIN = (  # what a login shell reads: bash(1), INVOCATION

@@ -19,7 +19,7 @@ from hpc_ddp.submission.job_script.launchers.option_names import LAUNCHERS, Opti
 from hpc_ddp.submission.job_script.launchers.unknown_words import (
     Kind,
     kind_before_program,
-    skip_unknown_options,
+    take_all_options,
 )
 
 # The options of torchrun, and their uses (see `Launch.take_options`).
@@ -78,12 +78,9 @@ def take_program_of_workers(
     """Read the options of a `launcher` of workers, `words`, by `rules` into `launch`, and set its
     program and arguments to the words behind them. Options that only the job knows are marked as
     lost. So is a first word that may be an option or the program: then there is no program."""
-    behind = launch.take_options(words, rules, scope)
     is_torchrun = launcher in ("torchrun", "run", "launch")
     key = "torchrun = […]" if is_torchrun else f"see {launcher}'s own page"
-    behind, kind = skip_unknown_options(
-        words, behind, rules, launch, scope, kind_before_program, (launcher, key)
-    )  # fmt: skip
+    behind, kind = take_all_options(words, rules, launch, scope, kind_before_program, launcher, key)
     if kind == Kind.UNKNOWN:
         text = f"{launcher} {behind[0].text}: only the job knows whether it is the program"
         launch.mark(behind[0].line, LOST, f"{text}: script = …, args = […]")

@@ -30,26 +30,23 @@ class Kind(Enum):
     UNKNOWN = "unknown"  # one of both
 
 
-def skip_unknown_options(
-    words: list[Word], remaining: list[Word], rules: Options, launch: Launch, scope: Scope,
-    find_kind: Callable[[Sequence[Word], Scope], Kind], names: tuple[str, str],
+def take_all_options(
+    words: list[Word], rules: Options, launch: Launch, scope: Scope,
+    find_kind: Callable[[Sequence[Word], Scope], Kind], name: str, key: str,
 ) -> tuple[list[Word], Kind]:  # fmt: skip
-    """Return the words behind all options of a launcher, and the kind of the first of them (operand
-    where there is none). `words` are the launcher's, its name first; `remaining` those behind the
-    options that `Launch.take_options` has read by `rules`; `find_kind` is one of the functions
-    ``kind_before_…`` below.
+    """Read the options of a launcher, whose words these are, by `rules` into `launch`. Return the
+    words behind them, and the kind of the first of these (operand where there is none).
 
-    Options in a variable, as ``$OPTS``, are skipped, and marked as lost in `launch`; `names` are
-    the launcher's name and the setting for such options, for the reason.
+    Options in a variable, as ``$OPTS``, are skipped, and marked as lost in `launch`; the reason has
+    the launcher's `name` and the setting for such options (`key`). `find_kind` is one of the
+    functions ``kind_before_…`` below.
     """
-    kind = find_kind(remaining, scope) if remaining else Kind.OPERAND
-    while kind == Kind.OPTIONS:
-        unknown, *behind = remaining
-        text = f"{names[0]} {unknown.text}: only the job knows it: {names[1]}"
-        launch.mark(unknown.line, LOST, text)
-        remaining = launch.take_options([words[0], *behind], rules, scope)
-        kind = find_kind(remaining, scope) if remaining else Kind.OPERAND
-    return remaining, kind
+    remaining = launch.take_options(words, rules, scope)
+    while remaining and (kind := find_kind(remaining, scope)) == Kind.OPTIONS:
+        text = f"{name} {remaining[0].text}: only the job knows it: {key}"
+        launch.mark(remaining[0].line, LOST, text)
+        remaining = launch.take_options([words[0], *remaining[1:]], rules, scope)
+    return remaining, kind if remaining else Kind.OPERAND
 
 
 def kind_before_command(words: Sequence[Word], scope: Scope) -> Kind:
