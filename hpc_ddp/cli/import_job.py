@@ -18,13 +18,8 @@ from hpc_ddp.cli.common import say
 from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.file_io import write_whole
 from hpc_ddp.submission.job_script.conversion import LOST, Conversion
-from hpc_ddp.submission.job_script.convert import convert
-from hpc_ddp.submission.job_script.output import (
-    subtract_site,
-    table,
-    to_comment,
-    to_toml,
-)
+from hpc_ddp.submission.job_script.importer import import_script
+from hpc_ddp.submission.job_script.output import format_table, subtract_site, to_comment, to_toml
 from hpc_ddp.submission.plan import plan_new
 from hpc_ddp.submission.run_files.snapshot import select_files
 from hpc_ddp.submission.settings import config
@@ -56,13 +51,13 @@ def import_(job_script: Path, args: tuple[str, ...], output: Path | None, site: 
     text = _read_job_script(job_script)
     cwd, home = Path.cwd(), home_folder()
     path = cwd / (output or config.PROJECT_FILE)
-    conversion = convert(text, cwd, path.parent, args, job_script.name, os.environ)
+    conversion = import_script(text, cwd, path.parent, args, job_script.name, os.environ)
     of_site = config.load({"site": site} if site else {}, Path("/"), home)
     subtract_site(conversion, of_site.values)
     if site:
         conversion.values["site"] = site, 0
     conversion, effect = _drop_refused(conversion, path, cwd, home)
-    click.echo("\n".join(table(conversion, text)))
+    click.echo("\n".join(format_table(conversion, text)))
     for line, note in sorted(conversion.notes):
         click.echo(f"note{f', line {line}' if line else ''}: {note}")
     written = to_toml(conversion, os.path.relpath(job_script, path.parent))

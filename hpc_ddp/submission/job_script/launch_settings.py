@@ -11,16 +11,13 @@ from pathlib import Path
 from hpc_ddp.core.job.variables import is_of_hpc_ddp, is_of_slurm, is_of_worker
 from hpc_ddp.submission.job_script.bash.values import fill_in_home
 from hpc_ddp.submission.job_script.bash.words import Word, join_words, literal
-from hpc_ddp.submission.job_script.conversion import (
-    LOST,
-    OURS,
-    PRINTED_TEXT,
-    TAKEN,
-    ArgumentWriter,
-    Conversion,
-)
+from hpc_ddp.submission.job_script.conversion import LOST, OURS, TAKEN, Conversion
 from hpc_ddp.submission.job_script.directives import Directives
-from hpc_ddp.submission.job_script.launchers.accelerate import take_defaults, take_yaml
+from hpc_ddp.submission.job_script.launchers.accelerate import (
+    take_configuration,
+    take_fsdp_defaults,
+)
+from hpc_ddp.submission.job_script.launchers.argument_writer import ArgumentWriter
 from hpc_ddp.submission.job_script.launchers.launch import Launch
 from hpc_ddp.submission.job_script.launchers.option_names import is_of_pyxis
 from hpc_ddp.submission.job_script.launchers.torchrun import OF_OLD_LAUNCHERS
@@ -33,6 +30,7 @@ from hpc_ddp.submission.job_script.sizes import (
     take_sizes,
 )
 from hpc_ddp.submission.job_script.statements.reader import Reader
+from hpc_ddp.submission.job_script.statements.rules import PRINTED_TEXT
 from hpc_ddp.submission.job_script.statements.statement import Statement
 
 # Lines that bring a Python, or another PATH, as modules of compilers and libraries do not.
@@ -90,10 +88,10 @@ def take_launch(
     _take_unset(statement, launch, result)
     _take_marks(launch, result)
     if config := launch.options.get("config-file", (None, 0))[0]:
-        take_yaml(launch, config, writer, cwd)
+        take_configuration(launch, config, writer, cwd)
     elif launch.kind == "accelerate":
         result.note(launch.line, "accelerate's default_config.yaml is not read: --config_file FILE")
-    take_defaults(launch, writer)
+    take_fsdp_defaults(launch, writer)
     take_sizes(launch, result, directives, numbers, gpus)
     if "container-image" in directives.options:
         _move_into_container(launch, result, directives.line("container-image"))
@@ -123,7 +121,8 @@ def _make_writer(result: Conversion, reader: Reader) -> ArgumentWriter:
     task_variables = {s.name for s in reader.statements if s.name and s.in_task} - names
     return ArgumentWriter(
         result, names, reader.batch_variables, task_variables, reader.batch_words,
-        is_open=reader.scope.is_open, has_arguments=reader.scope.arguments_are_set,
+        has_unknown_names=reader.scope.has_unknown_names,
+        has_arguments=reader.scope.arguments_are_set,
     )  # fmt: skip
 
 
@@ -349,7 +348,7 @@ def _take_python(launch: Launch, result: Conversion, has_environment: bool) -> N
             result.note(line, f'{reason}: python = "{end[1]}/python"')
     lists = {key: "\n".join(line for line, _ in result.lists.get(key, [])) for key in _SETUP}
     if "activate" in lists["setup"]:
-        lists["setup"] = ""  # `config.default_python` finds the environment's Python there
+        lists["setup"] = ""  # hpc-ddp finds the environment's Python there
     brings = "PATH" in result.env or any(map(BRINGS_PYTHON.search, lists.values()))
     without = {"image", "container"} | (set() if launch.kind else {"no-python"})
     is_in_image = bool(launch.settings.keys() & without)

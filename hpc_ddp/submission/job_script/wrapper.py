@@ -33,11 +33,21 @@ _EXPANDED = re.compile(r"\\([$`\\])|\$(?:\d|\w+|[@*#]|\{[^{}]*\})|`|\$\(")
 
 @dataclass
 class JobText:
-    """The contents of a script for sbatch: its `directives`, and a `text` that has its statements,
-    each in the line where the submitted script has it. `marks` has (group, reason), by line, of
-    lines that are neither; `line` is that of the sbatch in it, 0 where the user calls sbatch.
-    `first_line` is the first that sbatch reads, with its number in the script. `doubts` are those
-    of values in the text (`Part.doubt`)."""
+    """A job script as sbatch gets it: the script itself, or one that it submits.
+
+    Attributes
+    ----------
+    directives, text
+        its ``#SBATCH`` lines, and its statements, which keep the numbers of their lines
+    marks
+        (group, reason), by line, of lines that are neither
+    line
+        that of the sbatch which submits it, in the script; 0 where the user calls sbatch
+    first_line, first_number
+        the first line that sbatch reads, and its number in the script
+    doubts
+        those of values in the text (`Part.doubt`)
+    """
 
     directives: Directives
     text: str
@@ -65,15 +75,15 @@ class _Document:
 
 
 def unwrap(text: str, scope: Scope) -> JobText:
-    """Return the contents of a script, or those of the script that it submits. `scope` is that of
-    the script's begin; it is changed. Raise as `syntax.parse`.
+    """Return the job of a script's `text`: the script that it submits, or else the script itself.
+    `scope` is that of the script's begin; it is changed. Raise as `syntax.parse`.
 
     The submitted script is the only here-document with directives. The only sbatch must read it:
     by ``sbatch <<EOT`` or ``cat <<EOT | sbatch``, or from the file of ``cat > FILE <<EOT``. Neither
-    may stand in a block or a list. Statements in front of it are in the text, too, since
-    the job has their variables, by the shell that submits. In an unquoted here-document these are
-    replaced by their values. Where one is not known here, or where those statements need the path
-    of the script, the contents are those of the script as it is.
+    may stand in a block or a list. Statements in front of it are in the result, too, since the job
+    has their variables from the shell that submits. In an unquoted here-document (``<<EOT``) bash
+    puts values of variables into the text, and so does this function. Where it does not know one,
+    or where those statements need the script's own path, the result is the script itself.
     """
     directives = read_directives(text)
     as_it_is = JobText(directives, text, first_line=text.partition("\n")[0])
@@ -82,7 +92,7 @@ def unwrap(text: str, scope: Scope) -> JobText:
     root = syntax.parse(text)
     statements = [node for node in _statements_in(root) if node.type != "comment"]
     documents = [(i, d) for i, node in enumerate(statements) if (d := _find_document(node))]
-    commands = [node for node in syntax.all_below(root) if _name_of(node) == "sbatch"]
+    commands = [node for node in syntax.all_below(root) if _command_name(node) == "sbatch"]
     submits = [(i, c) for i, node in enumerate(statements) if (c := _find_submit(node))]
     if commands and any(_adds_to(d, node) for _, d in documents for node in statements):
         as_it_is.marks[syntax.lines_of(commands[-1])[0]] = LOST, _IN_PARTS
@@ -118,11 +128,13 @@ def _make_job(
     lines: list[str], statements: Sequence[Node], document: _Document, places: tuple[int, int],
     words: list[Word],
 ) -> JobText:  # fmt: skip
-    """Return the job of a `document` whose text is in `lines`, those of the script, as sbatch gets
-    it; the first of the `lines` is changed to the job's ``#!``. `places` are the indexes of the
-    statements that have the document and submit it, `words` those behind ``sbatch``.
+    """Return the job that a script submits as a here-document, the `document`. `lines` are the
+    script's, with the document's as sbatch gets them; the first of them is changed to the job's
+    ``#!``. `places` are the indexes of those `statements` that have the document and submit it;
+    `words` stand behind ``sbatch``.
 
-    Statements behind the document that hpc-ddp does not do itself are marked as lost.
+    ``marks`` of the result: statements for the submit alone are OURS, others behind the document
+    are LOST; statements in front of it are in the job's text.
     """
     at, submit_at = places
     only_body = (line if n in document.numbers else "" for n, line in enumerate(lines, 1))
@@ -154,7 +166,7 @@ def _adds_to(document: _Document, node: Node) -> bool:
     """Return whether a statement other than that of the document changes the document's file."""
     code, is_apart = source(node), node.end_byte <= document.body.start_byte
     is_apart |= node.start_byte >= document.end.end_byte
-    file = "|".join(rf"[\"']?{re.escape(form)}(?![\w./-])" for form in _forms(document.file))
+    file = "|".join(rf"[\"']?{re.escape(form)}(?![\w./-])" for form in _spellings(document.file))
     changes = rf">\s*(?:{file})|\b(?:tee|sed\s+-\w*i)\b[^\n;|&]*\s(?:{file})"
     return bool(document.file and is_apart and re.search(changes, code))
 
@@ -170,7 +182,7 @@ def _is_for_submit(node: Node, document: _Document, is_before: bool) -> bool:
     return bool(is_of_file or is_setting or blocks.only_reports(node))
 
 
-def _name_of(node: Node) -> str:
+def _command_name(node: Node) -> str:
     """Return the name of a command without assignments in front of it; '' for any other node."""
     kinds = {child.type for child in node.named_children}
     is_command = node.type == "command" and "variable_assignment" not in kinds
@@ -203,7 +215,7 @@ def _find_document(node: Node) -> _Document | None:
     file = source(files[0].named_children[-1]).strip("\"'") if files else ""
     is_written = len(files) == 1 and source(files[0]).startswith(">") and "pipeline" not in parts
     is_cat = source(command) == "cat" and (is_written if files else "pipeline" in parts)
-    is_submit = _name_of(command) == "sbatch" and not files and "pipeline" not in parts
+    is_submit = _command_name(command) == "sbatch" and not files and "pipeline" not in parts
     has_directives = re.search(r"^\s*#SBATCH", source(parts["body"]), re.M)
     if (is_cat and has_directives) or is_submit:
         return _Document(parts["start"], parts["body"], parts["end"], file)
@@ -221,7 +233,7 @@ def _find_submit(node: Node) -> Node | None:
         if len(readers) != 1:
             return None
         node = readers[0]
-    return node if _name_of(node) == "sbatch" else None
+    return node if _command_name(node) == "sbatch" else None
 
 
 def _reads_document(words: Sequence[Word], document: _Document, scope: Scope) -> bool:
@@ -235,7 +247,7 @@ def _reads_document(words: Sequence[Word], document: _Document, scope: Scope) ->
     words_by_name = {n: word for n, word in scope.values.items() if isinstance(word, Word)}
     texts = {name: word.text for name, word in words_by_name.items() if word.is_static}
     path = re.sub(r"\$\{?(\w+)\}?", lambda match: texts.get(match[1], match[0]), document.file)
-    if path and not (words and words[-1].text in _forms(document.file) | _forms(path)):
+    if path and not (words and words[-1].text in _spellings(document.file) | _spellings(path)):
         return False
     with_code = (word for word in options if not word.is_static)
     remaining = [*options]
@@ -243,9 +255,9 @@ def _reads_document(words: Sequence[Word], document: _Document, scope: Scope) ->
     return not remaining and all(word.text.startswith("-") for word in with_code)
 
 
-def _forms(file: str) -> set[str]:
-    """Return the texts that may name a `file` in another line of the script: with or without
-    ``./``, and ``$A`` for ``${A}``."""
+def _spellings(file: str) -> set[str]:
+    """Return the texts by which another line of the script may name a `file`: with or without
+    ``./`` before it, or with ``$A`` for ``${A}``."""
     return {file, file.removeprefix("./"), f"./{file}", re.sub(r"\$\{(\w+)\}", r"$\1", file)}
 
 

@@ -11,7 +11,8 @@ from hpc_ddp.submission.job_script.bash.counts import whole_number
 from hpc_ddp.submission.job_script.bash.variables import Scope
 from hpc_ddp.submission.job_script.bash.words import Word, literal
 from hpc_ddp.submission.job_script.bash.written_texts import path_of
-from hpc_ddp.submission.job_script.conversion import LOST, OURS, ArgumentWriter
+from hpc_ddp.submission.job_script.conversion import LOST, OURS
+from hpc_ddp.submission.job_script.launchers.argument_writer import ArgumentWriter
 from hpc_ddp.submission.job_script.launchers.launch import Launch
 from hpc_ddp.submission.job_script.launchers.option_names import Options
 from hpc_ddp.submission.job_script.launchers.torchrun import (
@@ -92,7 +93,7 @@ def read_accelerate(words: list[Word], launch: Launch, scope: Scope) -> list[Wor
         if variable := find_variable(name, text):
             constant = literal(variable[1], line)
             launch.env[variable[0]] = operand if operand and operand.code else constant
-            launch.passed_on.add(variable[0])
+            launch.launcher_variables.add(variable[0])
         elif ACCELERATE_DEFAULTS.get(name) == text.lower():
             launch.mark(line, OURS, f"launch --{name}")
         elif name != "config-file" and ACCELERATE.find_use(name) == "later":
@@ -100,7 +101,7 @@ def read_accelerate(words: list[Word], launch: Launch, scope: Scope) -> list[Wor
     return []
 
 
-def take_yaml(launch: Launch, word: Word, writer: ArgumentWriter, cwd: Path) -> None:
+def take_configuration(launch: Launch, word: Word, writer: ArgumentWriter, cwd: Path) -> None:
     """Read a configuration of Accelerate from the path in `word`, seen from `cwd` and the launch's
     folder: as the script writes it, else the file that is there. Its keys become the variables that
     Accelerate's launcher sets, in `launch` and through `writer`; ``num_processes`` becomes the
@@ -128,12 +129,12 @@ def take_yaml(launch: Launch, word: Word, writer: ArgumentWriter, cwd: Path) -> 
     use = f"use_{keys.get('distributed_type', '')}".lower()  # as the option --use_fsdp
     for key, entry in {use: True, **keys}.items():
         content = _text_of(entry)
-        variable, is_open = find_variable(key, content), re.search("[$`]", content)
-        is_set = variable is not None and variable[0] in launch.passed_on
-        if variable and not is_open:
+        variable, has_code = find_variable(key, content), re.search("[$`]", content)
+        is_set = variable is not None and variable[0] in launch.launcher_variables
+        if variable and not has_code:
             _write_variable(*variable, launch, writer, line)
         elif not (is_set or re.fullmatch(f"{_NOT_OF_ALL}|use_.*", key) or entry in _NOTHING):
-            reason = f"only the job knows {content}" if is_open else "set it in Accelerator(…)"
+            reason = f"only the job knows {content}" if has_code else "set it in Accelerator(…)"
             result.note(line, f"not taken over: {key} of {word.text}: {reason}")
     machines, count = keys.get("num_machines", 1), keys.get("num_processes")
     if "num-machines" not in launch.options and isinstance(machines, int):
@@ -146,8 +147,8 @@ def take_yaml(launch: Launch, word: Word, writer: ArgumentWriter, cwd: Path) -> 
 
 
 def _text_of(entry: Any) -> str:
-    """Return a value of a configuration as text: a list's entries with commas between, and of those
-    that are lists or mappings nothing, since aliases may make them endless."""
+    """Return a value of a configuration as text: of a list its entries with commas between, in
+    which '' stands for a list or mapping, since aliases of YAML may make these endless."""
     entries = entry if isinstance(entry, list) else [entry]
     return ",".join("" if isinstance(one, (list, dict)) else str(one) for one in entries)
 
@@ -159,7 +160,7 @@ def _full_key(part: str, key: str) -> str:
     return key if key.startswith(start) else f"{start.rstrip('_')}_{key}"
 
 
-def take_defaults(launch: Launch, writer: ArgumentWriter) -> None:
+def take_fsdp_defaults(launch: Launch, writer: ArgumentWriter) -> None:
     """Write the variables of ``accelerate launch`` with FSDP that have values by default, unless
     they are set. To be called when all its other variables are written. Another launch changes
     nothing."""
@@ -172,11 +173,11 @@ def take_defaults(launch: Launch, writer: ArgumentWriter) -> None:
 def _write_variable(
     name: str, text: str, launch: Launch, writer: ArgumentWriter, line: int
 ) -> None:
-    """Write a variable of Accelerate's launcher into `launch` and the conversion of `writer`,
-    unless an option or the configuration has set it (``launch.passed_on``). It replaces the
-    script's own value in ``env``, which has no effect in the program."""
-    if name not in launch.passed_on:
-        launch.passed_on.add(name)
+    """Set a variable of Accelerate's launcher in `launch` and in the conversion of `writer`,
+    unless an option or the configuration has set it (``launch.launcher_variables``). It replaces
+    the script's own value in ``env``, which has no effect in the program."""
+    if name not in launch.launcher_variables:
+        launch.launcher_variables.add(name)
         launch.env[name] = literal(text, line)
         lines = [code for code, _ in writer.result.lists.get("setup", ())]
         if name in writer.result.env and not any(f"{name}=" in code for code in lines):

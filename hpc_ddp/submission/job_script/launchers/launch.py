@@ -1,4 +1,4 @@
-"""The launch that a command of a job script is."""
+"""A launch: what a command of a job script starts, as far as it is known."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hpc_ddp.submission.job_script.launchers.option_names import Options, option
 
 @dataclass
 class Launch:
-    """A launch, as far as it is known.
+    """A launch: a command that may be the training, with all that its launchers say.
 
     Attributes
     ----------
@@ -62,7 +62,7 @@ class Launch:
     cpus: int | None = None
     machines: int | None = None  # nodes of each training of the launcher, 1 by its default
     gpus: dict[str, str] = field(default_factory=dict)
-    node_words: bool = False  # it names the nodes that it runs on
+    names_nodes: bool = False  # it names the nodes that it runs on
     in_loop: bool = False  # it stands in a loop over the nodes
     is_evaluated: bool = False  # by ``eval``, which reads its words once more
     enters_container: bool = False  # after lines that each task runs outside of it
@@ -70,7 +70,7 @@ class Launch:
     options: dict[str, tuple[Word | None, int]] = field(default_factory=dict)
     settings: dict[str, list[Word]] = field(default_factory=dict)
     env: dict[str, Word] = field(default_factory=dict)
-    passed_on: set[str] = field(default_factory=set)  # variables that the launcher sets itself
+    launcher_variables: set[str] = field(default_factory=set)  # which the launcher sets itself
     files: dict[str, str] = field(default_factory=dict)
     outputs: list[str] = field(default_factory=list)
     unset: dict[str, tuple[int, bool]] = field(default_factory=dict)
@@ -92,8 +92,8 @@ class Launch:
             self.mark(line, LOST, "a variable in it was set anew before it is used")
 
     def mark_evaluated(self, words: Sequence[Word], scope: Scope, line: int) -> None:
-        """Note that an ``eval`` of `words` makes the launch. Mark the `line` of the ``eval`` as
-        lost by the rule of `mark_stale`."""
+        """Set `is_evaluated`, since an ``eval`` of `words`, in a `line`, makes the launch; mark the
+        line as lost if a variable in the words is stale (`mark_stale`)."""
         self.is_evaluated = True
         self.mark_stale(words, scope, line)
 
@@ -107,9 +107,9 @@ class Launch:
         return bool(match)
 
     def take_program(self, words: Sequence[Word]) -> None:
-        """Set `program` and `args` to `words`, those behind a launcher's options; without words
-        nothing changes. The program's line is marked as lost if the program begins with a blank:
-        that follows a backslash which was meant to end the line before."""
+        """Set `program` and `args` to the first and the other `words`, which stand behind a
+        launcher's options; without words nothing changes. A program that begins with a blank is
+        marked as lost: the blank follows a backslash that was meant to join two lines."""
         text = words[0].text if words else ""
         if words and words[0].code and text.lstrip():  # of a variable, where the shell drops blanks
             start = words[0].without_start(len(text) - len(text.lstrip()))
@@ -140,7 +140,7 @@ class Launch:
         - ``=KEY``: a setting with one value; ``!KEY``: a setting that is true
         - ``+KEY``, ``&KEY``, ``%KEY``: an entry of a list (`_add_option`)
 
-        Each option is noted in `options`, in `gpus` if it asks for GPUs, and in `node_words` if it
+        Each option is noted in `options`, in `gpus` if it asks for GPUs, and in `names_nodes` if it
         names nodes. `marks` gets those that are ``ours`` or ``lost``, and numbers of nodes, tasks
         and processes, which are lost where only the job knows them.
         """
@@ -176,7 +176,7 @@ class Launch:
                 self._set_number(key, operand, scope, word.line, f"{launcher} --{name}")
             if operand and re.match(r"gres|gpus", name):
                 self.gpus[name] = operand.text
-            self.node_words |= name == "nodelist"
+            self.names_nodes |= name == "nodelist"
         return remaining[1:] if remaining and remaining[0].text == "--" else remaining
 
     def _add_option(self, use: str, name: str, operand: Word | None, written: list[Word]) -> None:
@@ -224,13 +224,14 @@ class Launch:
                 text = f'{option}: a range: nodes = "{ends[0]}"'
             self.mark(line, LOST, text)
 
-    def take_from(self, outer: Launch) -> None:
-        """Add to this launch, of the text of a ``bash -c``, what the launch around it says, as the
-        options of srun. The words of settings are joined, those of `outer` first, and so are the
-        marks. A number, a variable or a request for GPUs of `outer` counts where this launch has
-        none. Plain Python now weighs as much as in a task, if `outer` starts tasks.
+    def inherit_from(self, outer: Launch) -> None:
+        """Add to this launch, which stands in the text of a ``bash -c``, what the launch around it,
+        `outer`, says: ``srun -n 4`` of ``srun -n 4 bash -c "python train.py"``.
 
-        Variables that `outer` unsets are lost where it starts no tasks.
+        Words of settings, and marks, are joined, those of `outer` first. A number, a variable or a
+        request for GPUs of `outer` counts where this launch has none. Plain Python gets the weight
+        that it has in a task, if `outer` starts tasks; if it starts none, lines in which it unsets
+        variables (``env -u``) are marked as lost.
         """
         if not self.kind and outer.step:
             self.weight = 3 if self.weight == 1 else self.weight
@@ -242,7 +243,7 @@ class Launch:
                 self.mark(line, LOST, f'env -u {name} before a script: setup = ["unset {name}"]')
         self.unset = (unset if outer.step else {}) | self.unset
         self.gpus, self.env = outer.gpus | self.gpus, outer.env | self.env  # its own go before
-        self.node_words |= outer.node_words
+        self.names_nodes |= outer.names_nodes
         self.outputs = [*outer.outputs, *self.outputs]
         self.enters_container = bool(self.settings.keys() & {"image", "container"})
         self.marks = [*outer.marks, *self.marks]
@@ -251,16 +252,16 @@ class Launch:
 
     @property
     def sets_folder(self) -> bool:
-        """Return whether an option of the launch's container sets the working directory."""
+        """Whether an option of the launch's container sets the working directory."""
         keys = ("container-options", "srun")
         options = " ".join(word.text for key in keys for word in self.settings.get(key, []))
         return bool(re.search("--(container-workdir|pwd)", options))
 
     @property
-    def command(self) -> tuple[str, ...]:
-        """The part of a launch that two launches of the same training share: the launcher's kind,
-        its number of workers, its variables, those that it unsets, and the words of the program
-        that it starts."""
+    def training_key(self) -> tuple[str, ...]:
+        """The texts that two launches of the same training have in common: the
+        launcher's kind, its number of workers, its variables, those that it unsets, and the words
+        of the program that it starts."""
         words = [*self.settings.get("module", ()), self.program, *self.args]
         variables = [f"{name}={word.text}" for name, word in sorted(self.env.items())]
         variables += sorted(f"-u {name}" for name in self.unset)

@@ -12,17 +12,17 @@ from hpc_ddp.submission.job_script.bash.comments import is_comment
 from hpc_ddp.submission.job_script.bash.syntax import Node, commands_of, source
 from hpc_ddp.submission.job_script.bash.values import doubts_in
 from hpc_ddp.submission.job_script.bash.words import Part, Word
-from hpc_ddp.submission.job_script.conversion import DECIDED, ENDED, OURS, first_reason
+from hpc_ddp.submission.job_script.conversion import OURS
 from hpc_ddp.submission.job_script.launchers.launch import Launch
-from hpc_ddp.submission.job_script.statements.branch_reading import CHOOSES, BranchReading
+from hpc_ddp.submission.job_script.statements.branch_reader import CHOOSES, BranchReader
 from hpc_ddp.submission.job_script.statements.loaded_texts import sentences_on
-from hpc_ddp.submission.job_script.statements.parts import does_more
-from hpc_ddp.submission.job_script.statements.reading import OF_ARGUMENTS
+from hpc_ddp.submission.job_script.statements.reader_state import OF_ARGUMENTS
+from hpc_ddp.submission.job_script.statements.requeues_and_deletions import does_more
+from hpc_ddp.submission.job_script.statements.rules import DECIDED, ENDED, first_reason
 from hpc_ddp.submission.job_script.statements.statement import (
     Statement,
-    calls,
+    bash_c_text,
     changes_folder,
-    inner_text,
 )
 
 _ENDS = re.compile(r"exit\b[^;&|\n]*$|exec\s+[^-<>&\d\s][^;&|\n]*$")  # exec of a program
@@ -30,7 +30,7 @@ _EXPORTS_ALL = re.compile(r"(?<!\s--)\s([-+])(?:\w*a\w*|\w*o\s+allexport)(?=\s|$
 _PRINTS_ONLY = r"(echo|printf|date|hostname|nvidia-smi|pwd|ls|export|unset|set|module list)\b"
 
 
-class Reader(BranchReading):
+class Reader(BranchReader):
     """Reads a script into `statements`; `scope` then has its variables as they are at the end.
 
     A method that is named after a type of node in tree-sitter-bash, as ``_if_statement``, appends
@@ -47,11 +47,11 @@ class Reader(BranchReading):
         without such a method is one statement, which is lost if a launch is in it."""
         kind = node.type
         is_block = kind in ("compound_statement", "subshell") and self._has_launch(node)
-        with self._part(node):
+        with self._as_part(node):
             if is_block or kind in ("program", "do_group"):
                 self._read_children(node)
             elif is_comment(node):
-                self._resolve(node, "a comment", OURS)
+                self._mark_lines(node, "a comment", OURS)
             elif handler := getattr(self, f"_{kind}", None):
                 handler(node)
             elif kind == "ERROR":
@@ -66,13 +66,13 @@ class Reader(BranchReading):
         end = 0
         for child in node.children:
             if end and child.is_named and not is_comment(child):
-                self._resolve(child, f"never reached: line {end} ends the script", OURS)
+                self._mark_lines(child, f"never reached: line {end} ends the script", OURS)
             elif child.is_named:
                 self._read_node(child)
                 if node.type == "program" and _ENDS.match(source(child)):
-                    end = self._at(child)[0]
+                    end = self._lines_of(child)[0]
         if node.type != "program":
-            self._resolve(node, "its lines were taken one by one")
+            self._mark_lines(node, "its lines were taken one by one")
 
     _variable_assignments = _read_children  # several assignments in one line
 
@@ -96,7 +96,7 @@ class Reader(BranchReading):
                 if child.type == "variable_assignment":
                     self._variable_assignment(child, exported)
                 elif child.type == "variable_name" and not exported:
-                    self._resolve(child, "it sets nothing", OURS)
+                    self._mark_lines(child, "it sets nothing", OURS)
                 elif child.type == "variable_name":
                     name = source(child)
                     self._add(child, name=name, assigned=self.scope.values.get(name), exported=True)
@@ -115,16 +115,17 @@ class Reader(BranchReading):
         is_inner = self._place.lines is not None  # the nodes' lines are not the script's
         words = [
             word for child in nodes
-            for word in self.scope.words([child], self._at(child)[0] if is_inner else None)
+            for word in self.scope.words([child], self._lines_of(child)[0] if is_inner else None)
         ]  # fmt: skip
         if around is None and self._enclosing:  # by this command itself
             self._enclosing[-1].words = words
         first = words[0].text if words else ""
-        if first in self._functions and self._has_launch(self._functions[first][0], "", words[1:]):
+        function = self._functions.get(first)
+        if function and self._has_launch(function.node, "", words[1:]):
             with self._output_to(output):
                 self._read_call(first, words[1:], node)
             return
-        code = " ".join(map(inner_text, words[1:])) if first == "eval" else ""
+        code = " ".join(map(bash_c_text, words[1:])) if first == "eval" else ""
         is_printed = re.match(r"\s*[\"']?(\$\(|`)", code)  # what another command prints
         if code and not is_printed and self._has_launch(code):
             with self._output_to(output):
@@ -137,16 +138,16 @@ class Reader(BranchReading):
             self.scope.change_folder(words)
         if first == "set" and (switch := _EXPORTS_ALL.search(source(node))):
             self._exports_all = switch[1] == "-"
-        is_function = first in self._functions  # of no launch, whatever its name
-        launch = self._make_launch(node, [] if is_function else words, assignments, around or node)
-        if launch.inner and self._has_launch(inner_text(launch.inner), launch.step, launch.args):
-            self._resolve(around or node, "the launch")
+        # A function of no launch is none, whatever its name.
+        launch = self._make_launch(node, [] if function else words, assignments, around or node)
+        if launch.inner and self._has_launch(bash_c_text(launch.inner), launch.step, launch.args):
+            self._mark_lines(around or node, "the launch")
             self._read_inner(launch, node, output)
         elif not launch.weight or launch.inner is not None:
             is_of_arguments = first in ("shift", "getopts") and not self.scope.arguments_are_set
             lost = OF_ARGUMENTS if is_of_arguments or not (words or assignments) else ""
             self._add(around or node, words=words, output=output, lost=lost)
-            if is_function:
+            if function:
                 self._follow_folder(first, words[1:])
         else:
             self._add(around or node, words=words, launch=launch, output=output)
@@ -157,18 +158,18 @@ class Reader(BranchReading):
             probe = Reader(self.scope.child(arguments, False))
             probe._place = self._place
             probe._functions = {n: f for n, f in self._functions.items() if n != name}
-            probe._read_children(syntax.body_of(self._functions[name][0]))
+            probe._read_children(syntax.body_of(self._functions[name].node))
             self.scope.set("PWD", probe.scope.values.get("PWD"))
 
     def _read_eval(self, code: str, words: list[Word], node: Node) -> None:
-        """Append the statements in the text of an ``eval`` of `words`, `code`; its launches are
-        marked as evaluated."""
+        """Append the statements in `code`, the text of an ``eval`` of `words`, `node`. Its launches
+        get `is_evaluated`, and a note on each doubtful value in the words."""
         count = len(self.statements)
         self._read_text(code, node, self._place.step)
         for launch in (s.launch for s in self.statements[count:] if s.launch):
-            launch.mark_evaluated(words, self.scope, self._at(node)[0])
+            launch.mark_evaluated(words, self.scope, self._lines_of(node)[0])
             for text in sentences_on({doubt for word in words for doubt in doubts_in(word)}):
-                launch.mark(self._at(node)[0], "", text)
+                launch.mark(self._lines_of(node)[0], "", text)
 
     def _read_inner(self, outer: Launch, node: Node, output: str) -> None:
         """Append the statements in the text of a ``bash -c``, read in a child shell: `outer` is its
@@ -185,7 +186,7 @@ class Reader(BranchReading):
         self._place = replace(place, in_image=place.in_image or in_image)
         with self._child_shell(outer.args, False):
             self.scope.set("0", outer.inner_name)
-            self._read_text(inner_text(word), node, step, outer.inner.line)
+            self._read_text(bash_c_text(word), node, step, outer.inner.line)
         self._place = place
         for statement in (s for s in self.statements if id(s) not in earlier):
             self._give_to_inner(statement, outer, node, output)
@@ -197,7 +198,7 @@ class Reader(BranchReading):
         options of `outer`, the text of `node`, and the file `output` unless it writes to one."""
         statement.outer = outer if statement.in_task else None
         if statement.launch is not None:
-            statement.launch.take_from(outer)
+            statement.launch.inherit_from(outer)
             statement.output = statement.output or output
             statement.text = source(node)
 
@@ -207,7 +208,8 @@ class Reader(BranchReading):
         of `node`, unless its own are known (`syntax.shift_of`). Raise as `syntax.parse`."""
         before, count = self._place, len(self.statements)
         shift = syntax.shift_of(node, text, line) if before.lines is None else None
-        self._place = replace(before, lines=self._at(node), shift=shift, step=step, in_text=True)
+        lines = self._lines_of(node)
+        self._place = replace(before, lines=lines, shift=shift, step=step, in_text=True)
         self.read(text)
         for statement in self.statements[count:]:
             if re.fullmatch(r"\$\{\w+\}", statement.text):  # commands, and not the words of one
@@ -227,7 +229,7 @@ class Reader(BranchReading):
         probe = Reader(self.scope.child(arguments, self.scope.arguments_are_set))
         probe._place = self._place.search_place(step)
         # A function that calls itself would be searched for ever.
-        probe._functions = {n: f for n, f in self._functions.items() if f[0] is not part}
+        probe._functions = {n: f for n, f in self._functions.items() if f.node is not part}
         node = syntax.parse(part) if isinstance(part, str) else part
         for command in commands_of(syntax.body_of(node)):
             probe._command(command)
@@ -244,7 +246,7 @@ class Reader(BranchReading):
         if node.type == "list" and node.children[1].type == "&&":  # [ -z "$A" ] && A=8
             branch = [first], [node.named_children[-1]]
             if self._gives_default([branch]):
-                self._resolve(node, "a default")
+                self._mark_lines(node, "a default")
                 self._read_node(branch[1][0])
                 return
         if commands and node.type == "list":
@@ -270,7 +272,7 @@ class Reader(BranchReading):
         is_test = re.match(r"(\[|test\b|!)", source(first)) or sign == "||"
         if is_test and not self._has_launch(first):
             if self._place.in_text or not blocks.is_last(node):
-                self._add_choices(node, CHOOSES)
+                self._add_as_one(node, CHOOSES)
                 return
             self._add(first, f"{source(first)} {'||' if sign == '&&' else '&&'} exit")
             self._read_node(last)
@@ -292,15 +294,15 @@ class Reader(BranchReading):
         reports = blocks.only_reports(reported, self._find_reporting_functions())
         of_ours = not (reports or does_more(source(last)))
         if of_ours and (reason := first_reason(DECIDED, source(last), True)):
-            self._resolve(last, reason, OURS)
-            self.notes.append((self._at(last)[0], reason))  # the line may be the launch's
+            self._mark_lines(last, reason, OURS)
+            self.notes.append((self._lines_of(last)[0], reason))  # the line may be the launch's
         else:
             text = f"{ENDED} {sign} {source(last)}"
-            self._add(last, text, reports=reports, asks=launching.launch)
+            self._add(last, text, is_report=reports, reported_launch=launching.launch)
 
     def _end_after_failures(self, count: int) -> None:
-        """Have each command from the statement `count` on end the script if it fails, as in front
-        of ``&& LAUNCH``; not one that prints, moves or sets variables, nor a list of commands."""
+        """Put ``|| exit`` behind each command from the statement `count` on, which stands in front
+        of ``&& LAUNCH``; not behind a print, a ``cd``, an assignment, or a list of commands."""
         for statement in self.statements[count:]:
             code = re.sub(r"(['\"]).*?\1", "''", statement.text)
             if re.search(r"\|\||;|(?<![\w-])exit(?![\w-])|\n", code):
@@ -312,40 +314,32 @@ class Reader(BranchReading):
             elif is_plain and not statement.name and (statement.first != "cd" or statement.in_task):
                 statement.text += " || exit"
 
-    def restore_definitions(self, at: int) -> int:
-        """Put the definition of each function that is read where it is called back before the first
-        statement that calls it and is no launch: ``run`` of ``run module load a``. Return the new
-        index of the statement with the index `at`."""
-        for definition in self.called:
-            indexes = (i for i, s in enumerate(self.statements) if calls(s, definition.defines))
-            if (index := next(indexes, None)) is not None:
-                self.statements.insert(index, definition)
-                at += index <= at
-        return at
-
     def _find_reporting_functions(self) -> set[str]:
         """Return the names of functions that only print or end the script."""
-        return {n for n, f in self._functions.items() if blocks.only_reports(syntax.body_of(f[0]))}
+        return {
+            n for n, f in self._functions.items() if blocks.only_reports(syntax.body_of(f.node))
+        }
 
     def _read_call(self, name: str, words: list[Word], node: Node) -> None:
         """Append the statements in the body of the function `name`, which `node` calls with the
         arguments `words`. Remove the statements of its definition and of its export."""
-        definition, statement, place = self._functions.pop(name)  # it may call itself
+        function = self._functions.pop(name)  # it may call itself
+        definition, statement, place = function
         before = self.scope.arguments, self.scope.arguments_are_set, self._place
-        self._resolve(node, f"calls {name}")
-        self._place = self._place.of_call(place, Statement(source(node), self._at(node)))
-        self._resolve(definition, f"the function {name}, read where it is called")
+        self._mark_lines(node, f"calls {name}")
+        self._place = self._place.of_call(place, Statement(source(node), self._lines_of(node)))
+        self._mark_lines(definition, f"the function {name}, read where it is called")
         exports = rf"(export|declare)\s+-\w*f\s+{name}\s*"
         removed = [s for s in self.statements if s is statement or re.fullmatch(exports, s.text)]
         for line in (s.lines[0] for s in removed):
-            self.resolved.setdefault(line, (OURS, f"{name} is read where it is called"))
-        self.called += [s for s in removed if s is statement]
+            self.other_marks.setdefault(line, (OURS, f"{name} is read where it is called"))
+        self.called_definitions += [s for s in removed if s is statement]
         removed_ids = set(map(id, removed))
         self.statements = [s for s in self.statements if id(s) not in removed_ids]
         self.scope.arguments, self.scope.arguments_are_set = words, False
         self._read_node(definition.child_by_field_name("body"))
         self.scope.arguments, self.scope.arguments_are_set, self._place = before
-        self._functions[name] = definition, statement, place
+        self._functions[name] = function
 
     def _for_statement(self, node: Node) -> None:
         """Append a loop of any kind: one without a launch as one statement; one over a single word,
@@ -355,19 +349,19 @@ class Reader(BranchReading):
         has_launch, lacks_arguments = self._has_launch(node), self.scope.lacks_arguments
         if self.scope.arguments is None and lacks_arguments and loops.is_for_arguments(node):
             self.scope.defaults.add("@")
-            self._resolve(node, "the script's arguments: there are none", OURS)
+            self._mark_lines(node, "the script's arguments: there are none", OURS)
             return
         words = self.scope.words(node.children_by_field_name("value")) if has_launch else []
         if len(words) == 1 and words[0].is_static:
             self._read_loop_over_word(node, words[0])
         elif has_launch and (command := loops.retried_command(node)):
-            self._resolve(node, "hpc-ddp starts it again after a failure", OURS)
+            self._mark_lines(node, "hpc-ddp starts it again after a failure", OURS)
             self._read_node(command)
         elif has_launch and loops.starts_on_nodes(source(node)):
             self._read_loop_over_nodes(node)
         else:
             reason = "a loop of launches: hpc-ddp sweep, or a job for each"
-            self._add_choices(node, reason if has_launch else "")
+            self._add_as_one(node, reason if has_launch else "")
 
     _c_style_for_statement = _while_statement = _for_statement
 
@@ -377,23 +371,24 @@ class Reader(BranchReading):
         name = source(node.child_by_field_name("variable"))
         self.scope.set(name, word)
         self._add(node.children[0], f"{name}={word.as_bash()}", name=name, assigned=word)
-        self._resolve(node, "a loop over one word")
-        before, leaves = self._place, "|".join(filter(None, (self._place.leaves, "continue|break")))
-        self._place = replace(before, leaves=leaves)
+        self._mark_lines(node, "a loop over one word")
+        before = self._place
+        leave_commands = "|".join(filter(None, (before.leave_commands, "continue|break")))
+        self._place = replace(before, leave_commands=leave_commands)
         self._read_node(node.child_by_field_name("body"))
         self._place = before
 
     def _read_loop_over_nodes(self, node: Node) -> None:
-        """Append the statements in the body of a loop over the nodes. The variables that the loop
-        sets go to `node_variables`, but for a counter of nodes, whose value is then
-        ``$SLURM_NODEID``."""
+        """Append the statements in the body of a loop over the nodes, as they are for one node. The
+        variables that the loop sets have no known value, and go to `node_variables`; a counter of
+        the nodes has the value ``$SLURM_NODEID`` instead."""
         for name in names_set_in(node):
             self.scope.set(name, None)
             self.node_variables.add(name)
         if name := loops.counter_of(source(node)):
             self.scope.set(name, Word((Part("$SLURM_NODEID", is_code=True),)))
             self.node_variables.discard(name)
-        self._resolve(node, "a loop over the nodes: hpc-ddp starts all of them")
+        self._mark_lines(node, "a loop over the nodes: hpc-ddp starts all of them")
         before, self._place = self._place, replace(self._place, in_loop=True)
         self._read_node(node.child_by_field_name("body"))
         self._place = before

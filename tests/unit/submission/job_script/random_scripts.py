@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_ddp.submission.job_script.conversion import LOST
-from hpc_ddp.submission.job_script.convert import convert
+from hpc_ddp.submission.job_script.importer import import_script
 
 NAMES = ("A", "B", "C")
 VALUES = (
@@ -193,7 +193,7 @@ def play(seed: int, folder: Path) -> str:
     prepare(folder, generator.random() < 0.6)
     text = generator.text()
     expected = words_of(text, folder)
-    conversion = convert(text, folder, folder, name="job.sbatch")
+    conversion = import_script(text, folder, folder, name="job.sbatch")
     settings = conversion.settings()
     if any(group == LOST for marks in conversion.marks.values() for group, _ in marks):
         return ""

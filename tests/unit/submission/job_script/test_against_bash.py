@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hpc_ddp.submission.job_script.conversion import LOST
-from hpc_ddp.submission.job_script.convert import convert
+from hpc_ddp.submission.job_script.importer import import_script
 from unit.submission.job_script.random_scripts import as_script, play, prepare, words_of
 
 GROWS = '[ -e x ] && CMD="$CMD --x"'
@@ -18,7 +18,7 @@ def played(tmp_path: Path, text: str) -> tuple[str, str, bool]:
     reports lines as lost."""
     prepare(tmp_path, has_file=True)
     expected = words_of(text, tmp_path)
-    conversion = convert(text, tmp_path, tmp_path, name="job.sbatch")
+    conversion = import_script(text, tmp_path, tmp_path, name="job.sbatch")
     settings = conversion.settings()
     is_lost = any(group == LOST for marks in conversion.marks.values() for group, _ in marks)
     return (

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hpc_ddp.submission.job_script.conversion import LOST, TAKEN, Conversion
-from hpc_ddp.submission.job_script.convert import convert
+from hpc_ddp.submission.job_script.importer import import_script
 
 HERE = Path("/home/me/project")
 
@@ -16,7 +16,7 @@ HERE = Path("/home/me/project")
 def of_text(*lines: str, arguments: tuple[str, ...] = ()) -> Conversion:
     """Return the conversion of a script whose third line is the first of `lines`."""
     text = "\n".join(("#!/bin/bash", "#SBATCH -N 2", *lines)) + "\n"
-    return convert(text, HERE, HERE, arguments)
+    return import_script(text, HERE, HERE, arguments)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_a_function_that_runs_its_arguments(
     lines: tuple[str, ...], setup: list[str] | None
 ) -> None:
     text = "\n".join(("#!/bin/bash", *lines)) + "\n"
-    result = convert(text, Path("/w"), Path("/w"))
+    result = import_script(text, Path("/w"), Path("/w"))
     assert result.settings().get("setup") == setup
     assert result.settings()["script"] == "t.py"
     if setup is None:  # for clean-up lines, too
@@ -122,5 +122,5 @@ def test_a_function_that_runs_its_arguments(
 
 def test_a_print_of_arguments_into_another_command_is_named() -> None:
     lines = 'go() { echo "$@" | tee a; srun python t.py; }', "go b"
-    result = convert("\n".join(("#!/bin/bash", *lines)) + "\n", Path("/w"), Path("/w"))
+    result = import_script("\n".join(("#!/bin/bash", *lines)) + "\n", Path("/w"), Path("/w"))
     assert "it uses the arguments of its function" in result.reasons(2, LOST)

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from hpc_ddp.submission.job_script.conversion import LOST, Conversion
-from hpc_ddp.submission.job_script.convert import convert
+from hpc_ddp.submission.job_script.importer import import_script
 
 HEAD = "#!/bin/bash\n#SBATCH --nodes=1 --gpus-per-node=1\n"
 
 
 def of_text(tmp_path: Path, text: str) -> Conversion:
     (tmp_path / "train.py").write_text("import torch\n")
-    return convert(text, tmp_path, tmp_path)
+    return import_script(text, tmp_path, tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hpc_ddp.submission.job_script.conversion import LOST, OURS, TAKEN, Conversion
-from hpc_ddp.submission.job_script.convert import convert
+from hpc_ddp.submission.job_script.importer import import_script
 
 HERE = Path("/home/me/project")
 TRAIN = "srun python train.py"
@@ -18,7 +18,7 @@ GPUS = "#SBATCH --nodes=1 --ntasks-per-node=4 --gpus-per-node=4"
 
 def of_text(*lines: str) -> Conversion:
     """Return the conversion of a script whose second line is the first of `lines`."""
-    return convert("\n".join(("#!/bin/bash", *lines)) + "\n", HERE, HERE, name="job.sh")
+    return import_script("\n".join(("#!/bin/bash", *lines)) + "\n", HERE, HERE, name="job.sh")
 
 
 @pytest.mark.parametrize(
@@ -353,7 +353,7 @@ def test_a_configuration_that_has_no_end_is_left_alone(kind: str, tmp_path: Path
         levels = [f"l{n}: &l{n} [{', '.join([f'*l{n - 1}'] * 9)}]" for n in range(1, 12)]
         config.write_text("\n".join(["l0: &l0 [a]", *levels, "mixed_precision: bf16", ""]))
     text = "#!/bin/bash\n#SBATCH -N 1\nsrun accelerate launch --config_file c.yaml train.py\n"
-    conversion = convert(text, tmp_path, tmp_path)
+    conversion = import_script(text, tmp_path, tmp_path)
     is_known = conversion.env.get("ACCELERATE_MIXED_PRECISION", ("",))[0] == "bf16"
     assert is_known is (kind == "aliases")
     assert any("c.yaml" in sentence for _, sentence in conversion.notes)

@@ -9,7 +9,7 @@ import pytest
 
 from hpc_ddp.submission.job_script.bash.blocks import may_set_unknown_names
 from hpc_ddp.submission.job_script.conversion import Conversion
-from hpc_ddp.submission.job_script.convert import convert
+from hpc_ddp.submission.job_script.importer import import_script
 
 RUN = "srun python train.py --lr $LR"
 AT_RUN_TIME = ["--lr", "${ARGUMENTS_1[@]}"]
@@ -17,7 +17,7 @@ AT_RUN_TIME = ["--lr", "${ARGUMENTS_1[@]}"]
 
 def of_lines(folder: Path, *lines: str) -> Conversion:
     text = "\n".join(("#!/bin/bash", "#SBATCH -N 1", *lines))
-    return convert(f"{text}\n", folder, folder, name="job.sbatch")
+    return import_script(f"{text}\n", folder, folder, name="job.sbatch")
 
 
 def doubts(result: Conversion) -> list[str]:
@@ -140,7 +140,7 @@ def test_a_folder_is_no_file_that_is_sourced(line: str, tmp_path: Path) -> None:
 def test_a_document_for_sbatch_keeps_what_a_file_may_have_changed(tmp_path: Path) -> None:
     document = ("sbatch <<EOT", "#!/bin/bash", "#SBATCH --nodes=$N", RUN, "EOT")
     text = "\n".join(("#!/bin/bash", "LR=0.1", "N=2", "source ./env.sh", *document)) + "\n"
-    result = convert(text, tmp_path, tmp_path, name="job.sbatch")
+    result = import_script(text, tmp_path, tmp_path, name="job.sbatch")
     assert result.settings()["args"] == ["--lr", "0.1"]
     assert result.settings()["nodes"] == 2
     of_line_4 = "taken as set before line 4, which may set it anew"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hpc_ddp.submission.job_script.conversion import LOST, Conversion
-from hpc_ddp.submission.job_script.convert import convert
+from hpc_ddp.submission.job_script.importer import import_script
 from hpc_ddp.submission.job_script.output import is_code
 
 HEAD = """\
@@ -30,7 +30,7 @@ done
 
 def of_text(tmp_path: Path, text: str) -> Conversion:
     (tmp_path / "train.py").write_text("import torch\n")
-    return convert(text, tmp_path, tmp_path)
+    return import_script(text, tmp_path, tmp_path)
 
 
 def lost(conversion: Conversion, text: str) -> list[int]:
@@ -185,7 +185,7 @@ def test_a_note_says_where_ssh_starts_a_launch(prefix: str) -> None:
     command = f"{prefix}python -m torch.distributed.run --rdzv-endpoint=a:1 train.py --save out"
     loop = f'for n in $(scontrol show hostnames); do ssh $n "{command}" & done; wait'
     text = "\n".join(("#!/bin/bash", "#SBATCH -N 2", loop)) + "\n"
-    notes = convert(text, Path("/w"), Path("/w")).notes
+    notes = import_script(text, Path("/w"), Path("/w")).notes
     assert any("ssh starts it in the home folder" in note for _, note in notes) == (not prefix)
 
 
@@ -208,5 +208,5 @@ def test_a_command_that_leaves_a_function_or_a_loop_ends_the_job(
     lines: tuple[str, ...], setup: list[str] | None
 ) -> None:
     text = "\n".join(("#!/bin/bash", *lines)) + "\n"
-    settings = convert(text, Path("/w"), Path("/w")).settings()
+    settings = import_script(text, Path("/w"), Path("/w")).settings()
     assert (settings.get("setup"), settings.get("teardown")) == (setup, None)

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from hpc_ddp.submission.job_script.conversion import LOST, OURS, TAKEN, Conversion
-from hpc_ddp.submission.job_script.convert import convert
+from hpc_ddp.submission.job_script.importer import import_script
 
 
 def of_lines(*lines: str, folder: Path = Path("/w"), first: str = "#!/bin/bash") -> Conversion:
-    return convert("\n".join((first, *lines)) + "\n", folder, folder, name="job.sbatch")
+    return import_script("\n".join((first, *lines)) + "\n", folder, folder, name="job.sbatch")
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,9 @@ def test_an_argument_that_is_not_there_is_nothing(words: str, args: list[str]) -
     assert "give the script's arguments" in str(result.notes)
     is_lost = "--lr $1" in words or '"$1"' in words.replace('"$1"}', "")
     assert result.group(2)[0] == (LOST if is_lost else TAKEN)
-    given = convert(f"#!/bin/bash\nsrun python train.py {words}\n", Path("/w"), Path("/w"), ["A"])
+    given = import_script(
+        f"#!/bin/bash\nsrun python train.py {words}\n", Path("/w"), Path("/w"), ["A"]
+    )
     assert LOST not in {mark for mark, _ in given.marks[2]}
 
 

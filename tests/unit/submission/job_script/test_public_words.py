@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hpc_ddp.submission.job_script.conversion import LOST, OURS, TAKEN, Conversion
-from hpc_ddp.submission.job_script.convert import convert
+from hpc_ddp.submission.job_script.importer import import_script
 
 HERE = Path("/home/me/project")
 NODE = "#SBATCH --nodes=1 --gpus-per-node=2"
@@ -19,7 +19,7 @@ IN_IMAGE = "singularity exec --nv app.img python"
 
 def of_text(*lines: str) -> Conversion:
     """Return the conversion of a script of one node, which has `lines` from the third line on."""
-    return convert("\n".join(("#!/bin/bash", NODE, *lines)) + "\n", HERE, HERE, name="job.sh")
+    return import_script("\n".join(("#!/bin/bash", NODE, *lines)) + "\n", HERE, HERE, name="job.sh")
 
 
 @pytest.mark.parametrize(

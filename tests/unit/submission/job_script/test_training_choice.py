@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hpc_ddp.submission.job_script.conversion import LOST, TAKEN, Conversion
-from hpc_ddp.submission.job_script.convert import convert
+from hpc_ddp.submission.job_script.importer import import_script
 
 HEAD = "#!/bin/bash\n#SBATCH --nodes=1 --gpus-per-node=1\n"
 RUN = "python train.py --a 1"
@@ -18,7 +18,7 @@ def of_text(tmp_path: Path, text: str) -> Conversion:
     for name in ("train.py", "src/train.py", "prepare.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("import torch\n")
-    return convert(HEAD + text, tmp_path, tmp_path)
+    return import_script(HEAD + text, tmp_path, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -338,7 +338,7 @@ def test_branches_that_write_other_configurations_are_not_merged(tmp_path: Path)
 def test_variables_of_slurm_in_conditions(test: str, args: list[str]) -> None:
     lines = "#SBATCH -N 1 --gpus-per-node=2 -c 3", f"if {test}; then A=--yes; else A=--no; fi"
     text = "\n".join(("#!/bin/bash", *lines, "srun python train.py $A")) + "\n"
-    settings = convert(text, Path("/w"), Path("/w")).settings()
+    settings = import_script(text, Path("/w"), Path("/w")).settings()
     assert settings["args"] == args
 
 

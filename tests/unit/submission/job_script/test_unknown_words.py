@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hpc_ddp.submission.job_script.conversion import LOST, Conversion
-from hpc_ddp.submission.job_script.convert import convert
+from hpc_ddp.submission.job_script.importer import import_script
 
 HERE = Path("/home/me/project")
 ARRAY = "B=(-B /a)", "if [ -d /p ]; then B+=(-B /p); fi"
@@ -21,7 +21,7 @@ PLAIN = {"script": "train.py", "args": ["--lr", "1"], "no-python": None}
 
 def of_text(*lines: str) -> Conversion:
     """Return the conversion of a script whose second line is the first of `lines`."""
-    return convert("\n".join(("#!/bin/bash", *lines)) + "\n", HERE, HERE, name="job.sh")
+    return import_script("\n".join(("#!/bin/bash", *lines)) + "\n", HERE, HERE, name="job.sh")
 
 
 def losses(result: Conversion) -> str:

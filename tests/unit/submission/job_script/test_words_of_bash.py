@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from hpc_ddp.submission.job_script.bash.counts import fill_parts_in
+from hpc_ddp.submission.job_script.bash.counts import fill_in_parts
 from hpc_ddp.submission.job_script.bash.variables import Scope
 from hpc_ddp.submission.job_script.bash.words import literal
-from hpc_ddp.submission.job_script.convert import convert
+from hpc_ddp.submission.job_script.importer import import_script
 from hpc_ddp.submission.job_script.statements.reader import Reader
 
 HERE = Path("/home/me/project")
@@ -32,7 +32,7 @@ def test_words_are_those_of_bash(start: str, length: int) -> None:
     """All words of at most so many parts."""
     ends = ("".join(parts) for n in range(length) for parts in product(PARTS, repeat=n))
     words = " ".join(start + end for end in ends)
-    result = convert(f"#!/bin/bash\n{SET}srun python train.py {words}\n", HERE, HERE)
+    result = import_script(f"#!/bin/bash\n{SET}srun python train.py {words}\n", HERE, HERE)
     assert result.settings()["args"] == of_bash(f"{SET}printf '%s\\0' {words}")
 
 
@@ -42,7 +42,7 @@ def test_words_are_those_of_bash(start: str, length: int) -> None:
 @pytest.mark.parametrize("word", ["x$A/b$B/c", "$A-$B.d$A,", '"$A"/$B/$A:e', '"a "\\$A" b "c'])
 def test_values_are_those_of_bash(line: str, word: str) -> None:
     lines = f"{SET}{line.format(word)}\n"
-    args = convert(f'#!/bin/bash\n{lines}srun python train.py "${{C[@]}}"\n', HERE, HERE)
+    args = import_script(f'#!/bin/bash\n{lines}srun python train.py "${{C[@]}}"\n', HERE, HERE)
     assert args.settings()["args"] == of_bash(f"{lines}printf '%s\\0' \"${{C[@]}}\"")
 
 
@@ -53,7 +53,7 @@ def test_values_are_those_of_bash(line: str, word: str) -> None:
 def test_words_with_escapes_in_quotes_stay(word: str) -> None:
     lines = f"{SET}C=({word} '\\ d')\n"
     kept = "printf '%s\\0' \"${C[@]}\""
-    setup = convert(f"#!/bin/bash\n{lines}{kept}\nsrun python t.py\n", HERE, HERE).settings()[
+    setup = import_script(f"#!/bin/bash\n{lines}{kept}\nsrun python t.py\n", HERE, HERE).settings()[
         "setup"
     ]
     assert of_bash("\n".join(setup)) == of_bash(f"{lines}{kept}")
@@ -70,7 +70,7 @@ FORMS += ["${X: -1}", "${X:(-2):1}", "${X:0:1}", "${X:1}", "$(echo $X | cut -d: 
 @pytest.mark.parametrize("text", ["a100:3", "gpu:a100:4", "4(x2)", "3", "a:b:c:12"])
 def test_parts_of_values_are_those_of_bash(text: str) -> None:
     expected = of_bash(f"X='{text}'\n" + "".join(f"printf '%s\\0' \"{form}\"\n" for form in FORMS))
-    assert [fill_parts_in(form, Scope(texts={"X": text})) for form in FORMS] == expected
+    assert [fill_in_parts(form, Scope(texts={"X": text})) for form in FORMS] == expected
 
 
 @pytest.mark.parametrize(

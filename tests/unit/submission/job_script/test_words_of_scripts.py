@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 from hpc_ddp.submission.job_script.bash.quotes import without_quoted_texts
-from hpc_ddp.submission.job_script.conversion import ATTEMPTED, LOST, OURS, TAKEN, Conversion
-from hpc_ddp.submission.job_script.convert import convert
+from hpc_ddp.submission.job_script.conversion import LOST, OURS, TAKEN, Conversion
+from hpc_ddp.submission.job_script.importer import import_script
 from hpc_ddp.submission.job_script.launchers.tasks import LOGIN
 from hpc_ddp.submission.job_script.output import to_comment, to_toml
 from hpc_ddp.submission.job_script.secrets import is_secret, looks_secret
+from hpc_ddp.submission.job_script.statements.rules import ATTEMPTED
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -29,7 +30,7 @@ TRAIN = "srun python train.py"
 def of_text(*lines: str) -> Conversion:
     """Return the conversion of a script whose third line is the first of `lines`."""
     text = "\n".join(("#!/bin/bash", "#SBATCH -N 2", *lines)) + "\n"
-    return convert(text, HERE, HERE, name="job.sh")
+    return import_script(text, HERE, HERE, name="job.sh")
 
 
 @pytest.mark.parametrize(
@@ -600,7 +601,7 @@ def test_words_of_real_scripts(lines: tuple[str, ...], expected: dict[str, Any])
 @pytest.mark.parametrize("options", ["-G a100:2", "--gpus=a100:2 -n 8"])
 def test_gpus_of_a_script_without_a_number_of_nodes(options: str) -> None:
     text = f"#SBATCH {options}\nsrun torchrun --nproc-per-node=2 a.py\n"
-    result = convert(text, Path("/"), Path("/")).settings()
+    result = import_script(text, Path("/"), Path("/")).settings()
     assert (result["gpus-per-node"], result["nodes"]) == ("a100:2", 1)
 
 
@@ -950,7 +951,7 @@ def test_a_function_with_a_launchers_name_is_no_launch() -> None:
 
 
 def test_a_first_line_without_its_sign_is_meant_as_one() -> None:
-    result = convert(f"!/bin/bash -l\n#SBATCH -N 2\n{TRAIN}\n", HERE, HERE)
+    result = import_script(f"!/bin/bash -l\n#SBATCH -N 2\n{TRAIN}\n", HERE, HERE)
     assert (result.settings()["nodes"], result.settings()["setup"]) == (2, [LOGIN])
     assert result.notes[0][0] == 1
 
@@ -960,7 +961,7 @@ def test_a_first_line_without_its_sign_is_meant_as_one() -> None:
     [("-x", ["set -x"]), ("-l", [LOGIN]), ("--login", [LOGIN]), ("-le", [LOGIN, "set -e"])],
 )
 def test_options_of_the_shell_are_set_up_lines(options: str, lines: list[str]) -> None:
-    result = convert(f"#!/bin/bash {options}\n#SBATCH -N 2\n{TRAIN}\n", HERE, HERE).settings()
+    result = import_script(f"#!/bin/bash {options}\n#SBATCH -N 2\n{TRAIN}\n", HERE, HERE).settings()
     assert result["setup"] == lines
 
 
@@ -1018,7 +1019,7 @@ def test_a_secret_is_known_in_headers_and_in_files(text: str, is_one: bool) -> N
 
 def test_without_a_number_of_nodes_all_tasks_are_on_one() -> None:
     text = f"#!/bin/bash\n#SBATCH --ntasks=8 --gpus-per-task=1\n{TRAIN}\n"
-    result = convert(text, HERE, HERE)
+    result = import_script(text, HERE, HERE)
     assert result.settings()["gpus-per-node"] == "8"
     assert "nproc-per-node" not in result.settings()
     assert any("no number of nodes: 1 is taken" in text for _, text in result.notes)
@@ -1034,7 +1035,7 @@ def test_a_variable_that_adds_to_its_own_value_is_the_shells() -> None:
 
 def test_a_variable_that_this_shell_has_is_passed_on() -> None:
     text = f"#!/bin/bash\n#SBATCH -N 2\n{TRAIN} $DATA $HOME ${{LR:-1}}\n"
-    result = convert(text, HERE, HERE, environ={"DATA": "/x", "HOME": "/home/me", "LR": "2"})
+    result = import_script(text, HERE, HERE, environ={"DATA": "/x", "HOME": "/home/me", "LR": "2"})
     assert result.settings()["env-names"] == ["DATA", "LR"]
     assert "ARGUMENTS_2=(${LR:-1})" in result.settings()["setup"]
     assert not any("$DATA" in note for _, note in result.notes)
@@ -1042,8 +1043,8 @@ def test_a_variable_that_this_shell_has_is_passed_on() -> None:
 
 def test_a_default_is_not_taken_where_this_shell_has_the_variable() -> None:
     text = f"#!/bin/bash\n#SBATCH -N 2\nS=${{S:-1}}\n{TRAIN} $S\n"
-    assert convert(text, HERE, HERE).settings()["args"] == ["1"]
-    result = convert(text, HERE, HERE, environ={"S": "7"})
+    assert import_script(text, HERE, HERE).settings()["args"] == ["1"]
+    result = import_script(text, HERE, HERE, environ={"S": "7"})
     assert result.settings()["setup"] == ["export S=${S:-1}", "ARGUMENTS_1=(${S})"]
     assert result.settings()["env-names"] == ["S"]
     assert not [text for _, text in result.notes if "unset" in text]
@@ -1053,10 +1054,10 @@ def test_of_a_file_that_can_be_read_the_variables_stay(tmp_path: Path) -> None:
     (tmp_path / "own.sh").write_text(': "${A:?}"\n')
     text = f"#!/bin/bash\n#SBATCH -N 2\nA=/a\nB=/b\nsource own.sh\n{TRAIN}\n"
     setup = ["A=/a", "source own.sh"]
-    assert convert(text, tmp_path, tmp_path).settings()["setup"] == setup
+    assert import_script(text, tmp_path, tmp_path).settings()["setup"] == setup
     (tmp_path / "own.sh").write_text("source other.sh\n")
     setup = ["A=/a", "B=/b", "source own.sh"]
-    assert convert(text, tmp_path, tmp_path).settings()["setup"] == setup
+    assert import_script(text, tmp_path, tmp_path).settings()["setup"] == setup
 
 
 def test_the_user_in_a_path_is_the_one_of_now(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1075,13 +1076,13 @@ def test_the_user_in_a_path_is_the_one_of_now(monkeypatch: pytest.MonkeyPatch) -
     ],
 )
 def test_numbers_without_one_of_nodes(launch: str, expected: dict[str, Any]) -> None:
-    result = convert(f"#!/bin/bash\n#SBATCH -t 5\n{launch}\n", HERE, HERE)
+    result = import_script(f"#!/bin/bash\n#SBATCH -t 5\n{launch}\n", HERE, HERE)
     assert result.settings() | expected == result.settings()
     assert result.group(3)[0] == TAKEN
 
 
 def test_a_range_of_nodes_of_the_launch_is_no_difference() -> None:
-    result = convert("#!/bin/bash\nsrun -N 2-4 python a.py\n", HERE, HERE)
+    result = import_script("#!/bin/bash\nsrun -N 2-4 python a.py\n", HERE, HERE)
     assert result.group(2) == (LOST, 'srun --nodes: a range: nodes = "2-4"')
 
 
@@ -1103,7 +1104,7 @@ def test_single_quotes_of_bash(code: str, expected: list[str]) -> None:
 
 def test_a_comment_may_begin_with_blanks() -> None:
     text = "#!/bin/bash\n  # a comment\n\n#SBATCH -J mine\n"
-    assert convert(f"{text}{TRAIN}\n", HERE, HERE).settings()["job-name"] == "mine"
+    assert import_script(f"{text}{TRAIN}\n", HERE, HERE).settings()["job-name"] == "mine"
 
 
 def test_an_output_with_the_jobs_name_has_the_scripts() -> None:

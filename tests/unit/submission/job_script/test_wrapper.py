@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hpc_ddp.submission.job_script.conversion import LOST, OURS, Conversion
-from hpc_ddp.submission.job_script.convert import convert
+from hpc_ddp.submission.job_script.importer import import_script
 from hpc_ddp.submission.job_script.output import is_code
 
 JOB = """\
@@ -19,7 +19,7 @@ srun torchrun --nnodes=2 --nproc_per_node=4 train.py --model '$MODEL' --user \\$
 
 
 def of_text(tmp_path: Path, text: str, *arguments: str) -> Conversion:
-    return convert(f"#!/bin/bash\n{text}", tmp_path, tmp_path, arguments)
+    return import_script(f"#!/bin/bash\n{text}", tmp_path, tmp_path, arguments)
 
 
 @pytest.mark.parametrize(

@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 
 from hpc_ddp.submission.job_script.conversion import LOST, OURS, TAKEN, Conversion
-from hpc_ddp.submission.job_script.convert import convert
+from hpc_ddp.submission.job_script.importer import import_script
 from hpc_ddp.submission.job_script.launchers.tasks import LOGIN
-from hpc_ddp.submission.job_script.output import is_code, subtract_site, table, to_toml
+from hpc_ddp.submission.job_script.output import format_table, is_code, subtract_site, to_toml
 
 SAMPLES = Path(__file__).parent / "samples"
 NAMES = sorted(path.stem for path in SAMPLES.glob("*.sbatch"))
 
 
 def converted(name: str, folder: Path = SAMPLES) -> Conversion:
-    return convert((SAMPLES / f"{name}.sbatch").read_text(), folder, folder)
+    return import_script((SAMPLES / f"{name}.sbatch").read_text(), folder, folder)
 
 
 def settings(name: str) -> dict[str, Any]:
@@ -26,7 +26,7 @@ def settings(name: str) -> dict[str, Any]:
 
 
 def of_text(*lines: str) -> Conversion:
-    return convert("\n".join(("#!/bin/bash", *lines)) + "\n", SAMPLES, SAMPLES)
+    return import_script("\n".join(("#!/bin/bash", *lines)) + "\n", SAMPLES, SAMPLES)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -34,7 +34,7 @@ def test_every_line_falls_into_one_group(name: str) -> None:
     text = (SAMPLES / f"{name}.sbatch").read_text()
     conversion = converted(name)
     count = sum(map(is_code, text.splitlines()))
-    heads = [row for row in table(conversion, text) if not row.startswith(" ")]
+    heads = [row for row in format_table(conversion, text) if not row.startswith(" ")]
     assert [head.partition(":")[0] for head in heads] == [TAKEN, OURS, LOST]
     assert sum(int(head.partition(": ")[2].split()[0]) for head in heads) == count
     for number, line in enumerate(text.splitlines(), 1):
@@ -57,7 +57,7 @@ def test_a_line_that_is_taken_over_is_in_the_file(name: str) -> None:
 def test_of_a_line_that_is_taken_over_in_part_the_table_has_both() -> None:
     lines = ("#SBATCH --nodes=2 --account=<yours>", "srun python a.py --b \\", "  --lr $1")
     text = "\n".join(("#!/bin/bash", *lines))
-    rows = table(convert(text, SAMPLES, SAMPLES), text)
+    rows = format_table(import_script(text, SAMPLES, SAMPLES), text)
     assert [" ".join(row.split()[:3]) for row in rows] == [
         *("taken over: 2", "2 #SBATCH --nodes=2", "3 srun python"),
         "set by hpc-ddp",
@@ -66,7 +66,7 @@ def test_of_a_line_that_is_taken_over_in_part_the_table_has_both() -> None:
     assert rows[-3].endswith(": 1 line, and parts of 1")
     assert rows[-2].endswith("--account=<yours> is a placeholder: --account with yours")
     text = f"#!/bin/bash\n#SBATCH --nodes=2 --comment=hf_{'aB3' * 12}\nsrun python a.py\n"
-    rows = table(convert(text, SAMPLES, SAMPLES), text)
+    rows = format_table(import_script(text, SAMPLES, SAMPLES), text)
     assert "#SBATCH --nodes ..." in rows[1]
     assert not any("hf_" in row for row in rows)
 
@@ -230,7 +230,7 @@ def test_secrets_are_never_written() -> None:
     text = to_toml(conversion, "secrets.sbatch")
     script = (SAMPLES / "secrets.sbatch").read_text()
     for secret in ("0123456789", "hf_abc", "secretword", "sk-abc", "passw0rd"):
-        assert secret not in text + "\n".join(table(conversion, script))
+        assert secret not in text + "\n".join(format_table(conversion, script))
     assert conversion.settings()["env-names"] == [
         "WANDB_API_KEY",
         "HF_TOKEN",
@@ -520,11 +520,11 @@ def test_two_numbers_of_one_thing_are_reported(directives: tuple[str, ...]) -> N
 
 def test_a_program_below_a_folder_that_the_script_enters(tmp_path: Path) -> None:
     text = "#!/bin/bash\n#SBATCH --nodes=2\nsource env.sh\ncd {}\nsrun torchrun train.py\n"
-    result = convert(text.format("/data/code"), tmp_path, tmp_path).settings()
+    result = import_script(text.format("/data/code"), tmp_path, tmp_path).settings()
     assert (result["script"], result["setup"][-1]) == ("/data/code/train.py", "cd /data/code")
-    result = convert(text.format("src"), tmp_path, tmp_path).settings()
+    result = import_script(text.format("src"), tmp_path, tmp_path).settings()
     assert result["script"] == "src/train.py"
-    result = convert(text.format("$CODE"), tmp_path, tmp_path).settings()
+    result = import_script(text.format("$CODE"), tmp_path, tmp_path).settings()
     assert (result["script"], result["no-python"]) == ("python", True)
     assert result["args"] == ["train.py"]
 
@@ -626,7 +626,7 @@ def test_an_array_whose_tasks_differ_is_no_chain(
 ) -> None:
     (tmp_path / "train.py").write_text(program)
     text = "\n".join(("#!/bin/bash", "#SBATCH --array=0-2%1", *lines, ""))
-    conversion = convert(text, tmp_path, tmp_path)
+    conversion = import_script(text, tmp_path, tmp_path)
     assert conversion.settings().get("array") == ("0-2%1" if is_array else None)
     assert conversion.group(2)[0] == (TAKEN if is_array else OURS)
     word = "a run for each" if is_array else 'if its tasks differ, array = "0-2%1"'
@@ -688,7 +688,7 @@ def test_the_last_command_of_a_condition_decides() -> None:
 )
 def test_lines_of_other_languages_are_not_read_as_bash(first: str, reason: str) -> None:
     text = f"{first}\n#SBATCH --nodes=2\nsetenv A 8\nimport os\n"
-    conversion = convert(text, SAMPLES, SAMPLES, name="job.sbatch")
+    conversion = import_script(text, SAMPLES, SAMPLES, name="job.sbatch")
     assert conversion.settings()["nodes"] == 2
     assert "setup" not in conversion.settings()
     for line in (3, 4):
@@ -698,11 +698,11 @@ def test_lines_of_other_languages_are_not_read_as_bash(first: str, reason: str) 
 
 @pytest.mark.parametrize("first", ["#!/usr/bin/env A=1 bash", "#!/bin/bash-5.2", "#!/bin/zsh"])
 def test_other_ways_to_a_shell_are_read(first: str) -> None:
-    assert convert(f"{first}\nsrun python a.py\n", SAMPLES, SAMPLES).settings()["script"]
+    assert import_script(f"{first}\nsrun python a.py\n", SAMPLES, SAMPLES).settings()["script"]
 
 
 def test_directives_of_a_burst_buffer_are_named() -> None:
     text = "#!/bin/bash\n#DW jobdw capacity=1TB access_mode=striped\nsrun python train.py\n"
-    conversion = convert(text, SAMPLES, SAMPLES)
+    conversion = import_script(text, SAMPLES, SAMPLES)
     assert conversion.group(2) == (LOST, "of a burst buffer: your own template may have it")
-    assert any("#DW jobdw" in row for row in table(conversion, text))
+    assert any("#DW jobdw" in row for row in format_table(conversion, text))

@@ -1,4 +1,5 @@
-"""The variables that set-up lines and settings need: the shell's, and those that are lost."""
+"""The variables that set-up lines and settings need and do not set: those of the shell that
+submits, and those that the script sets in lines that are not taken over."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from hpc_ddp.core.job.variables import is_of_hpc_ddp
 from hpc_ddp.submission.job_script.bash.quotes import without_quoted_texts
 from hpc_ddp.submission.job_script.bash.syntax import names_in
 from hpc_ddp.submission.job_script.bash.variables import OF_A_JOB
-from hpc_ddp.submission.job_script.conversion import PRINTED_TEXT, Conversion
+from hpc_ddp.submission.job_script.conversion import Conversion
+from hpc_ddp.submission.job_script.statements.rules import PRINTED_TEXT
 from hpc_ddp.submission.job_script.statements.statement import Statement
 
 # Variables of bash itself, of hpc-ddp, and those that modules and Conda set.
@@ -47,7 +49,7 @@ def take_shell_variables(
 
     The `statements` are those of the script; `set_by_lines` are the variables that lines in
     `result` set. Variables of each job and of bash itself do not count. To be called when all
-    settings are in `result`, after `program.take_launch`.
+    settings are in `result`, after `launch_settings.take_launch`.
     """
     lists = {key: dict(entries) for key, entries in result.lists.items()}
     lines = "\n".join(text for key in _OF_LINES & lists.keys() for text in lists[key])

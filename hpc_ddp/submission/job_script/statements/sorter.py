@@ -1,4 +1,4 @@
-"""The statements of a job script: set-up lines, variables, the launch, and the rest."""
+"""The fate of each statement: a set-up or clean-up line, a variable, a setting, or nothing."""
 
 from __future__ import annotations
 
@@ -14,28 +14,21 @@ from hpc_ddp.submission.job_script.bash.quotes import without_quoted_texts
 from hpc_ddp.submission.job_script.bash.values import doubts_in, is_command, is_known
 from hpc_ddp.submission.job_script.bash.variables import OF_A_JOB
 from hpc_ddp.submission.job_script.bash.words import Word
-from hpc_ddp.submission.job_script.conversion import (
-    DECIDED,
-    LOST,
-    ON_EXIT,
-    OURS,
-    PRINTS,
-    TAKEN,
-    Conversion,
-    needs_folder,
-)
+from hpc_ddp.submission.job_script.conversion import LOST, OURS, TAKEN, Conversion
 from hpc_ddp.submission.job_script.launchers.launch import Launch
 from hpc_ddp.submission.job_script.launchers.option_names import is_option_of_step
 from hpc_ddp.submission.job_script.secrets import MARK, is_secret
 from hpc_ddp.submission.job_script.statements.loaded_texts import names_of_files, sentences_on
 from hpc_ddp.submission.job_script.statements.reader import Reader
-from hpc_ddp.submission.job_script.statements.reading import OF_ARGUMENTS
+from hpc_ddp.submission.job_script.statements.reader_state import OF_ARGUMENTS
 from hpc_ddp.submission.job_script.statements.refusals import Refusals
-from hpc_ddp.submission.job_script.statements.statement import (
-    Statement,
-    first_load,
-    with_functions,
+from hpc_ddp.submission.job_script.statements.rules import (
+    DECIDED,
+    ON_EXIT,
+    PRINTS,
+    depends_on_folder,
 )
+from hpc_ddp.submission.job_script.statements.statement import Statement, first_load, with_functions
 
 # In the text of a command line: an option, a program, or a launcher.
 _OF_A_COMMAND = re.compile(r"(?:^|[\s=\"'])(?:--?\w|\S+\.py\b|srun|torchrun|python|accelerate)")
@@ -45,8 +38,6 @@ _SUFFIX = re.compile(
     r"[\"']?(i|-[a-z][\w-]*)[\"']?",
     re.I | re.S,
 )
-
-
 # A variable that a line's text reads, also in quotes, by printenv, and by Python.
 _READS = re.compile(r"(?:\$\{?|environ\W+|getenv\W+|\bprintenv\s+)([A-Z]\w*)")
 
@@ -75,7 +66,7 @@ class Sorter:
         name: str,
     ) -> None:  # fmt: skip
         self.result, self._start = result, start
-        self.launch, self._at = launch, at
+        self.launch, self._launch_at = launch, at
         self._refusals = Refusals(reader, launch, at, name)
         self._statements = reader.statements
         self._not_set, self._shell_names = reader.scope.not_set, reader.scope.shell_names
@@ -96,10 +87,9 @@ class Sorter:
         self._of_files: Set[str] | None = frozenset()  # names in files that lines load; None: any
 
     def take_statements(self) -> None:
-        """Put all statements but the launch into `result`: set-up and clean-up lines, variables,
-        and each line's group. Change `lost` and `decided` of statements, and set
-        ``result.unknown``. To be called once."""
-        self.result.unknown, self._at = self._refusals.set_reasons()
+        """Put all statements but the launch, and each line's group, into `result`. Set `lost` and
+        `decided` of all statements, and ``result.unknown``. To be called once."""
+        self.result.unknown, self._launch_at = self._refusals.set_reasons()
         names = {n for word in self.launch.words for n in word.names} if self.launch else set()
         self._needed |= {n for n in names if not is_of_hpc_ddp(n) or n in self._refusals.assigned}
         lines_of_ours = [s for s in self._statements if not (s.lost or s.decided)]
@@ -121,7 +111,7 @@ class Sorter:
         # From the last statement on: later ones tell which variables are needed.
         for index, statement in reversed([*enumerate(self._statements)]):
             if statement.launch is None or statement.lost:
-                group, reason, text = self._sort(statement, index)
+                group, reason, text = self._decide_fate(statement, index)
                 self.result.mark(*statement.lines, group, reason)
                 if text:  # then the reason is its key
                     lines.append((reason, text, statement.lines[0]))
@@ -136,21 +126,24 @@ class Sorter:
         self.result.env = dict(reversed(self.result.env.items()))
 
     def _find_return(self) -> int:
-        """Return the index of the first statement behind a child shell of the batch script that is
-        around the launch, and changes the folder for itself; -1 without one."""
-        shells = self._statements[self._at].shells if self.launch else ()
-        for index, statement in enumerate(self._statements[self._at + 1 :], self._at + 1):
+        """Return the index of the first statement behind ``(cd DIR; srun …)``, a child shell with
+        the launch and a ``cd`` in it: there bash is back in the folder before. -1 without one."""
+        shells = self._statements[self._launch_at].shells if self.launch else ()
+        for index, statement in enumerate(
+            self._statements[self._launch_at + 1 :], self._launch_at + 1
+        ):
             ended = {*shells[len(statement.shells) :]}
             inner = {s.first for s in self._statements if ended & {*s.shells} and not s.in_task}
             if {"cd", "pushd"} & inner:
                 return index
         return -1
 
-    def _sort(self, statement: Statement, index: int) -> Fate:
+    def _decide_fate(self, statement: Statement, index: int) -> Fate:
         """Return what becomes of a statement, of an `index`. Put its variable or ``chdir`` into
-        `result`, and note the names that it needs: so it must be called for the last statement
-        first. Its set-up or clean-up line is left to the caller."""
-        is_after = index > self._at
+        `result`, and add the names that it needs to `_needed`, by which earlier statements are
+        judged: call it for the last statement first. The caller adds its set-up or clean-up
+        line."""
+        is_after = index > self._launch_at
         is_print = bool(PRINTS.match(statement.text))
         if statement.lost == OF_ARGUMENTS and self._is_unused(statement):
             return Fate(OURS, "nothing that is left needs it")
@@ -158,7 +151,7 @@ class Sorter:
             group = LOST if statement.lost else OURS
             return Fate(group, statement.lost or statement.decided)
         if statement.name:
-            return self._sort_assignment(statement, index)
+            return self._decide_assignment(statement, index)
         is_of_ours = not statement.defines and all(map(is_of_hpc_ddp, statement.sets))
         if statement.sets and is_of_ours and not statement.sets & self._needed:
             return Fate(OURS, "it changes what hpc-ddp decides")
@@ -183,16 +176,17 @@ class Sorter:
         return self._keep_as_line(statement, statement.text, is_after)
 
     def _is_unused(self, statement: Statement) -> bool:
-        """Return whether a statement assigns a variable that is not exported, and that neither the
-        launch, a file that a line loads, nor any other statement needs."""
+        """Return whether a statement assigns a variable that nothing uses: it is not exported, and
+        neither the launch, a file that a line loads, nor another statement needs it. False without
+        a launch."""
         needs = {n for s in self._statements if s is not statement for n in s.names}
         is_local = statement.name and not statement.exported and self._of_files is not None
         return bool(is_local and self.launch and statement.name not in self._needed | needs)
 
     def _keep_as_line(self, statement: Statement, text: str, is_after: bool) -> Fate:
-        """Return the set-up line, or with `is_after` the clean-up line, that a statement becomes:
-        its `text`, with a note in `result` where it is changed. Note the names that it sets and
-        needs. The batch script's variables in a task's line go to ``expand``."""
+        """Return the fate of a statement that becomes a set-up line, or with `is_after` a clean-up
+        line, of its `text`. Add the names that it sets to `kept`, and those that it needs to
+        `_needed`; the batch script's variables in the line of a task go to ``expand``."""
         key = "teardown" if is_after else "setup"
         text = self._limit_line(statement, text)
         if statement.in_task:
@@ -207,9 +201,9 @@ class Sorter:
         return Fate(TAKEN, key, text)
 
     def _limit_line(self, statement: Statement, text: str) -> str:
-        """Return the text of a line: of a trap for the script's end and signals only that for the
-        end; of a statement with a `limit` one that runs in a run's first attempt alone, say. Both
-        get a note."""
+        """Return the `text` of a line as it can run in the job, with a note where it changes: a
+        trap for the script's end and for signals becomes one for the end alone; a statement with a
+        `limit` becomes ``[ TEST ] || { …; }``."""
         trap = ON_EXIT.fullmatch(text)
         if trap and {*trap["signals"].split()} - {"EXIT", "0"}:
             text = f"{trap['trap']} EXIT"
@@ -223,9 +217,9 @@ class Sorter:
         return text
 
     def _note_needs(self, statement: Statement, is_after: bool) -> None:
-        """Note the variables and functions that a line needs, by itself, by functions that it
-        calls, and by a file that it loads if it is a set-up line, and not a clean-up line
-        (`is_after`)."""
+        """Add the variables and functions that a line needs, by itself and by functions that it
+        calls, to `_needed`, and those of a file that it loads to `_of_files`; the latter not for a
+        clean-up line (`is_after`), behind which nothing is set any more."""
         functions = self._refusals.functions
         self._needed |= {name for s in with_functions(statement, functions) for name in s.names}
         # Also in the quoted text of another shell, or by a program of the line.
@@ -260,7 +254,7 @@ class Sorter:
         the job's from its start: no other line before the launch changes the folder, and none
         before this one, of an `index`, names a file by a relative path, unless the folder is that
         of the job's start. '' for any other statement. The home folder is ``~``."""
-        before = self._statements[: self._at]
+        before = self._statements[: self._launch_at]
         moves = [s for s in before if re.search(r"(^|[\s;&])(cd|pushd|popd)\b", s.text)]
         match = re.fullmatch(r"cd (\S+?)/?(\s*\|\|\s*(exit|\{).*)?", statement.text, re.S)
         if not match or moves != [statement] or statement.in_task or len(statement.words) != 2:
@@ -268,7 +262,7 @@ class Sorter:
         word = statement.words[1]
         text = re.sub(r"^\$\{?HOME\}?", "~", word.text)
         is_relative = any(
-            needs_folder(s.text, bool(s.name))
+            depends_on_folder(s.text, bool(s.name))
             for s in before[:index]
             if not (s.defines or (isinstance(s.assigned, Word) and is_known(s.assigned)))
         )
@@ -287,7 +281,7 @@ class Sorter:
         path = os.path.join(self._start, os.path.expanduser(folder)) if is_moved else folder
         values["chdir"] = path, line
 
-    def _sort_assignment(self, statement: Statement, index: int) -> Fate:
+    def _decide_assignment(self, statement: Statement, index: int) -> Fate:
         """Return what becomes of an assignment, and put a variable that is used into `result`
         (`_write_variable`). A secret's value goes to ``result.secrets``, and its name to
         ``env-names`` if it is used; so does a placeholder, ``<yours>``."""
@@ -321,11 +315,13 @@ class Sorter:
             if name == "SLURM_JOB_NAME":  # srun ignores it in a job
                 text = "the program alone reads it: job-name = … names the job"
                 self.result.note(statement.lines[0], text)
-                return self._keep_as_line(statement, f"export {statement.text}", index > self._at)
+                return self._keep_as_line(
+                    statement, f"export {statement.text}", index > self._launch_at
+                )
             text = f"{name} would change hpc-ddp's step: an option of srun in its place"
             return Fate(LOST, text)
         if name == "IFS":  # it says how bash splits the lines behind it
-            return self._keep_as_line(statement, statement.text, index > self._at)
+            return self._keep_as_line(statement, statement.text, index > self._launch_at)
         if is_of_hpc_ddp(name) and (name not in self._needed or statement.in_task):
             reason = f"workers have hpc-ddp's {name}, if any"
             return Fate(TAKEN, "host-suffix") if suffix else Fate(OURS, reason)
@@ -341,9 +337,9 @@ class Sorter:
         return Fate(OURS, "nothing that is left needs it")
 
     def _is_used(self, statement: Statement) -> bool:
-        """Return whether an assignment has to stay: the launch or a line that stays needs its
-        variable, a file that a line loads may, or it is exported. An exported command line that
-        only the launch is made of need not."""
+        """Return whether an assignment has to stay: it is exported, the launch or a line that stays
+        needs its variable, or a file that a line loads may. A variable that holds the launch's
+        command line need not stay because it is exported."""
         name = statement.name
         is_only_in_launch = name in self._in_launch & self._commands and not statement.in_task
         is_of_batch = statement.of_script and not (statement.in_task or is_of_hpc_ddp(name))
@@ -375,7 +371,7 @@ class Sorter:
             return Fate(TAKEN, "env")
         is_exported = statement.exported or statement.in_task
         text = f"export {statement.text}" if is_exported else statement.text
-        return self._keep_as_line(statement, text, index > self._at)
+        return self._keep_as_line(statement, text, index > self._launch_at)
 
     def _is_for_env(self, statement: Statement, index: int) -> bool:
         """Return whether an assignment can stand in ``[env]``, which is set before the set-up lines
