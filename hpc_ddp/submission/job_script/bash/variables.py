@@ -274,8 +274,8 @@ class Scope:
             at = start.end() if start else len(text)
             path = text[:at] + os.path.expanduser(text[at:])
             yield Part(re.sub(r"\\(.)", r"\1", path.replace("\\\n", "")))
-        elif kind == "raw_string":  # 'text'
-            yield Part(text[1:-1])
+        elif kind == "raw_string":  # 'text', in which a backslash before a line's end is a letter
+            yield from map(Part, re.split(r"(?<=\\)(?=\n)", text[1:-1]))
         elif kind == "ansi_c_string" and not re.search(r"\\[^nt]", text):  # $'text'
             yield Part(text[2:-1].replace(r"\n", "\n").replace(r"\t", "\t"))
         elif kind == "arithmetic_expansion" and not names_in(text):  # $((2*4))
