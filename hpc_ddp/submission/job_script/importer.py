@@ -28,6 +28,7 @@ from hpc_ddp.submission.job_script.script_text import (
     fill_in_own_path,
     join_lines,
     leave_out_other_languages,
+    leave_out_refused,
     note_misspelt_directives,
     take_shebang,
 )
@@ -348,7 +349,7 @@ def import_script(
         )  # fmt: skip
 
     note_misspelt_directives(text, result)
-    text = join_lines(text, result)
+    text = join_lines(leave_out_refused(text, result), result)
     reader = _read_statements(text, make_scope)
     scope = reader.scope
     result.notes += reader.notes

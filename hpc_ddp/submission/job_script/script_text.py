@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
 from hpc_ddp.submission.job_script.bash.comments import (
     join_lines_cut_by_blanks,
     lines_with_cutting_comment,
 )
+from hpc_ddp.submission.job_script.bash.syntax import parse, source
 from hpc_ddp.submission.job_script.conversion import LOST, Conversion
 from hpc_ddp.submission.job_script.launchers.tasks import LOGIN
 from hpc_ddp.submission.job_script.output import is_code
@@ -91,6 +94,39 @@ def take_shebang(first_line: str, result: Conversion) -> None:
             result.append("setup", LOGIN, 1)
         if options := re.sub("-login|l", "", shebang[1]):
             result.append("setup", f"set -{options}", 1)
+
+
+def _message_of_bash(text: str, bash: str) -> str:
+    """Return what the program `bash` says about bash code that it only reads (``-n``), as ``line 3:
+    syntax error …``; '' where it can read all of it."""
+    process = subprocess.run(
+        [bash, "-O", "extglob", "-n"], input=text, env={"LC_ALL": "C"}, capture_output=True,
+        text=True, errors="replace", check=False,
+    )  # fmt: skip
+    return process.stderr.partition("\n")[0].partition(": ")[2]
+
+
+def leave_out_refused(text: str, result: Conversion) -> str:
+    """Return a script's text with empty lines from the first command on that bash can't read, where
+    bash itself ends the script; they are marked as lost in `result`. Without a bash here, and for
+    one that zsh reads, the text is as it was. Raise as `syntax.parse`."""
+    bash = shutil.which("bash")
+    if bash is None or re.match(r"#!.*\bzsh\b", text) or not _message_of_bash(text, bash):
+        return text
+    code = source(parse(text))  # with quotes around placeholders
+    message = _message_of_bash(code, bash)
+    if not message or "warning: " in message:  # of a here-document up to the text's end
+        return text
+    lines = code.split("\n")
+    end = int((re.search(r"\d+", message) or "1")[0]) - 1
+    while lines[:end][-1:] and (
+        lines[end - 1].endswith("\\") or _message_of_bash("\n".join(lines[:end]) + "\n", bash)
+    ):
+        end -= 1
+    lines = text.split("\n")
+    reason = f"bash itself refuses the script from here on: {message}"
+    result.mark(end + 1, len(lines), LOST, reason)
+    return "\n".join([*lines[:end], *("" for _ in lines[end:])])
 
 
 def note_misspelt_directives(text: str, result: Conversion) -> None:
