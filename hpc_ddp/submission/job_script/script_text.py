@@ -9,15 +9,18 @@ import shutil
 import subprocess
 from pathlib import Path
 
+from hpc_ddp.submission.job_script.bash import blocks
 from hpc_ddp.submission.job_script.bash.comments import (
     join_lines_cut_by_blanks,
     lines_with_cutting_comment,
 )
-from hpc_ddp.submission.job_script.bash.syntax import parse, source
-from hpc_ddp.submission.job_script.conversion import LOST, Conversion
+from hpc_ddp.submission.job_script.bash.conditions import branches_of
+from hpc_ddp.submission.job_script.bash.syntax import Node, lines_of, parse, source
+from hpc_ddp.submission.job_script.conversion import LOST, OURS, Conversion, Mark
 from hpc_ddp.submission.job_script.launchers.tasks import LOGIN
 from hpc_ddp.submission.job_script.output import is_code
 
+SUBMIT, _OUTSIDE = "hpc-ddp submit does it", "it runs where sbatch is called"
 # The program of a script's first line, and those that do not read it as bash does.
 _INTERPRETER = re.compile(r"#!\s*(?:\S*/env\s+(?:-\S+\s+)*)?(?:\S*/)?([A-Za-z][\w.+-]*)")
 _OTHERS = re.compile(
@@ -127,6 +130,31 @@ def leave_out_refused(text: str, result: Conversion) -> str:
     reason = f"bash itself refuses the script from here on: {message}"
     result.mark(end + 1, len(lines), LOST, reason)
     return "\n".join([*lines[:end], *("" for _ in lines[end:])])
+
+
+def leave_out_branch(
+    text: str, place: tuple[Node, Node, list[Node]], marks: dict[int, Mark]
+) -> str:
+    """Return a script's text in which the statements of a branch that no job reaches are empty
+    lines, and marked in `marks`; so is the whole condition, unless it has another branch. `place`
+    has the submit in the branch, the condition, and the branch's statements."""
+    (command, condition, branch), lines = place, text.split("\n")
+    begin, end = lines_of(condition)
+    if condition.type == "if_statement" and len([*branches_of(condition)]) > 1:
+        begin, end = lines_of(branch[0])[0], lines_of(branch[-1])[1]
+        if not re.search(r"\b(then|else)\s*$", lines[begin - 2]):
+            return text
+        lines[begin - 2] += " :"
+    marks |= dict.fromkeys(range(begin, end + 1), (OURS, _OUTSIDE))
+    for node in branch:
+        first, last = lines_of(node)
+        mark = LOST, f"{_OUTSIDE}: before hpc-ddp submit, if needed"
+        if node.start_byte <= command.start_byte < node.end_byte:
+            mark = OURS, SUBMIT
+        elif blocks.only_reports(node) or node.type in ("comment", "variable_assignment"):
+            continue
+        marks |= dict.fromkeys(range(first, last + 1), mark)
+    return "\n".join("" if begin <= n <= end else line for n, line in enumerate(lines, 1))
 
 
 def note_misspelt_directives(text: str, result: Conversion) -> None:
