@@ -158,11 +158,14 @@ def leave_out_branch(
 
 
 def note_misspelt_directives(text: str, result: Conversion) -> None:
-    """Add a note to `result` on each comment that looks like a directive: ``#BATCH --mem=1G``."""
+    """Add a note to `result` on each comment that looks like a directive, as ``#BATCH --mem=1G``,
+    and on each that stands for a word, as ``cd #YOUR PATH``."""
     for number, line in enumerate(text.split("\n"), 1):
         if re.match(r"#[A-RT-Z]?BATCH\s+-", line):
             reason = "is no directive of sbatch: is #SBATCH meant?"
             result.note(number, f"{line.split()[0]} {reason}")
+        if blank := re.match(r"\s*(source|\.|cd|conda activate)\s+#", line):
+            result.note(number, f"{blank[1]} has no word but a comment: a placeholder? write yours")
 
 
 def join_lines(text: str, result: Conversion) -> str:

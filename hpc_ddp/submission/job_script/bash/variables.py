@@ -40,7 +40,7 @@ from hpc_ddp.submission.job_script.bash.words import (
 )
 
 # [1] or [2] the name in $NAME and ${NAME}; [3] the operator before a default, as :- of ${NAME:-x}.
-_VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?:(:?[-=])(.*))?\})", re.S)
+_VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?:(:?[-=?])(.*))?\})", re.S)
 _ARRAY = re.compile(r"\$\{(\w+)\[[@*]\]\}")
 # A job, or each of its workers, has these whatever its script does.
 OF_A_JOB = re.compile(
@@ -341,7 +341,7 @@ class Scope:
             and (not operator or (assigned.text and assigned.is_static))
         ):
             yield from (replace(part, splits=not is_quoted) for part in assigned.parts)
-        elif match and operator and self.needs_default(name, operator):
+        elif match and operator and "?" not in operator and self.needs_default(name, operator):
             yield from self._default_parts(match, node.named_children[1:], is_quoted)
         else:
             is_one_word = name in self.secrets and " " not in self.secrets[name].text

@@ -307,3 +307,24 @@ def test_a_backslash_at_the_end_of_a_line_stays_in_single_quotes() -> None:
     text = '{"a": 1, \\\n b}'
     assert settings["env"] == {"O": text}
     assert settings["args"] == [text, "e \\\n  f", "g h"]
+
+
+@pytest.mark.parametrize(
+    ("lines", "note"),
+    [
+        (("source #YOUR VIRTUAL ENV", "torchrun train.py"), "source has no word but a comment"),
+        (("cd  # YOUR PROJECT", "torchrun train.py"), "cd has no word but a comment"),
+        (("torchrun axolotl train c.yaml",), "axolotl is started as a command; torchrun"),
+        (("set -e", "torchrun train.py", 'echo "OK"'), "teardown runs after each attempt"),
+        (("#SBATCH --export=NONE", "torchrun train.py $Y"), "exported in env, for --export=NONE"),
+    ],
+)
+def test_a_note_says_what_a_line_does_otherwise(lines: tuple[str, ...], note: str) -> None:
+    assert note in str(of_lines(*lines).notes)
+
+
+def test_a_variable_that_must_be_set_has_its_value(tmp_path: Path) -> None:
+    lines = 'cd "${SLURM_SUBMIT_DIR:?by sbatch}"', "A=1", "torchrun train.py ${A:?a} ${B:?b}"
+    settings = of_lines(*lines, folder=tmp_path).settings()
+    assert (settings["script"], settings["args"][0]) == ("train.py", "1")
+    assert settings["setup"][1:] == ["ARGUMENTS_1=(${B:?b})"]
