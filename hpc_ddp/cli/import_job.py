@@ -19,12 +19,7 @@ from hpc_ddp.core.errors import UsageError
 from hpc_ddp.core.file_io import write_whole
 from hpc_ddp.submission.job_script.conversion import LOST, Conversion
 from hpc_ddp.submission.job_script.importer import import_script
-from hpc_ddp.submission.job_script.output import (
-    subtract_site,
-    table,
-    to_comment,
-    to_toml,
-)
+from hpc_ddp.submission.job_script.output import format_table, subtract_site, to_comment, to_toml
 from hpc_ddp.submission.plan import plan_new
 from hpc_ddp.submission.run_files.snapshot import select_files
 from hpc_ddp.submission.settings import config
@@ -62,7 +57,7 @@ def import_(job_script: Path, args: tuple[str, ...], output: Path | None, site: 
     if site:
         conversion.values["site"] = site, 0
     conversion, effect = _drop_refused(conversion, path, cwd, home)
-    click.echo("\n".join(table(conversion, text)))
+    click.echo("\n".join(format_table(conversion, text)))
     for line, note in sorted(conversion.notes):
         click.echo(f"note{f', line {line}' if line else ''}: {note}")
     written = to_toml(conversion, os.path.relpath(job_script, path.parent))

@@ -51,8 +51,9 @@ class Conversion:
         self.notes.append((line, sentence))
 
     def group(self, line: int) -> Mark:
-        """Return the one group of a line, LOST before TAKEN before OURS, and all its reasons for
-        that group, in one text. A line without a mark is LOST."""
+        """Return the group that counts for a line with several marks (LOST before TAKEN before
+        OURS), and all its reasons for that group, joined by ``; ``. A line without a mark is LOST,
+        "not understood"."""
         groups = dict(self.marks.get(line, [(LOST, "not understood")]))
         group = next(group for group in (LOST, TAKEN, OURS) if group in groups)
         return group, self.reasons(line, group) or groups[group]
@@ -62,12 +63,15 @@ class Conversion:
         texts = (text for name, text in self.marks.get(line, []) if name == group)
         return "; ".join(dict.fromkeys(texts))  # each once
 
+    def entries(self) -> list[tuple[Any, int]]:
+        """Return all settings, variables and entries of lists, each with its line."""
+        lists = [entry for entries in self.lists.values() for entry in entries]
+        return [*self.values.values(), *self.env.values(), *lists]
+
     def lines_lost_in_part(self) -> set[int]:
-        """Return the lines of which a part alone is lost: they have a mark for each group, and
-        something of them is a setting."""
-        entries = [*self.values.values(), *self.env.values()]
-        entries += [entry for entries_of_key in self.lists.values() for entry in entries_of_key]
-        lines = {line for _, line in entries} & self.marks.keys()
+        """Return the numbers of the lines of which a part alone is lost: they have marks of LOST
+        and of TAKEN, and a setting comes from them."""
+        lines = {line for _, line in self.entries()} & self.marks.keys()
         return {line for line in lines if {TAKEN, LOST} <= dict(self.marks[line]).keys()}
 
     def append(self, key: str, entry: str, line: int) -> None:

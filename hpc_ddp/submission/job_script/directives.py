@@ -21,15 +21,15 @@ from hpc_ddp.submission.job_script.conversion import (
     Mark,
     TextAt,
 )
-from hpc_ddp.submission.job_script.launchers.launch import Launch
 from hpc_ddp.submission.job_script.launchers.option_names import FLAGS, is_of_pyxis, option_name
 from hpc_ddp.submission.job_script.secrets import looks_secret
 from hpc_ddp.submission.settings.config import OPTIONS
 
 # Options of sbatch that are keys of hpc-ddp with the same name.
 _OWN_KEYS = {key for key, o in OPTIONS.items() if o.is_sbatch} - {"nodes"}
+# Options whose values have a number, by their names.
+_OF_NUMBERS = re.compile(r"nodes|mem(-per-.*)?|cpus-per-.*|ntasks(-per-.*)?")
 # Values that a template has for its users to replace, as <account> and your-partition.
-_OF_NUMBERS = re.compile(r"nodes|mem(-per-.*)?|cpus-per-.*|ntasks(-per-.*)?")  # names of options
 _PLACEHOLDER = re.compile(
     r"<.*|\{[^\"]*|x{3,}|your[-_ ]?\w*|(my|some)?[-_]?(partition|account)[-_]?(name)?"
     r"|\[[a-z_ ]+\]|todo|changeme.*|.*\bxxx\b.*", re.I)  # fmt: skip
@@ -50,8 +50,6 @@ GPUS = ("gpus-per-node", "gres", "gpus-per-task", "gpus")
 _NEXT = f"{NO_COMPONENTS}: the lines above are the job; submit each other component as its own"
 _OF_ANOTHER = "of another component of a heterogeneous job: submit that as a job of its own"
 _LATER = ("nodes", "cpus-per-task", *GPUS)  # options that the launch may have, too
-
-
 # Slurm sets these only for a job with one of the options that the pattern beside them fits.
 _SET_BY = {
     "SLURM_NTASKS_PER_NODE": "ntasks-per-node",
@@ -69,10 +67,17 @@ BURST_BUFFER = re.compile(r"#(DW|BB|BB_LUA)\s")
 
 @dataclass
 class Directives:
-    """The directives of a job script: `options` has (value, line) by sbatch's long name, with the
-    value '' for a flag. `marks` has (group, reason), by line, of lines that count for nothing.
-    `replaced` has (line, reason) of single options that count for nothing, while other options of
-    the line may count."""
+    """The ``#SBATCH`` lines of a job script.
+
+    Attributes
+    ----------
+    options
+        (value, line) by sbatch's long name of an option, with the value '' for a flag
+    marks
+        (group, reason), by line, of lines of which no option counts
+    replaced
+        (line, reason) of options that do not count, while others of their line may
+    """
 
     options: dict[str, TextAt] = field(default_factory=dict)
     marks: dict[int, Mark] = field(default_factory=dict)
@@ -102,9 +107,9 @@ class Directives:
 
 def read_directives(text: str) -> Directives:
     """Return the directives of a job script's text as sbatch reads them: those before the first
-    command, and the last of two for the same option; values of ``--mail-type`` are joined. Lines of
-    which nothing counts are in `marks`: behind the first command, without an option of sbatch, and
-    from the second component of a heterogeneous job on."""
+    command; of two equal options the last counts, while values of ``--mail-type`` are joined.
+    ``marks`` of the result has lines behind the first command, without an option of sbatch, and
+    from ``#SBATCH hetjob`` on, behind which another component of the job begins."""
     result, has_begun, is_first_component = Directives(), False, True
     for number, line in enumerate(text.splitlines(), 1):
         if BURST_BUFFER.match(line):
@@ -134,9 +139,9 @@ def read_directives(text: str) -> Directives:
 
 
 def _add_options(pairs: Sequence[tuple[str, str]], line: int, directives: Directives) -> None:
-    """Put names and values of options, of a `line`, into `directives`. An equal option of an
-    earlier line goes to `replaced`; one for mail is joined with this one, as by sbatch, and its
-    line gets a mark."""
+    """Put `pairs`, names and values of the options of a `line`, into ``directives.options``. An
+    equal option of an earlier line goes to ``directives.replaced``; the value of an earlier
+    ``--mail-type`` is put before the new one, and its line gets a mark."""
     for name, operand in pairs:
         if name == "mail-type" and name in directives.options:
             before, line_before = directives.options[name]
@@ -206,16 +211,18 @@ def take_directives(directives: Directives, result: Conversion, file: str = "") 
 
 
 def _lacks_number(name: str, operand: str) -> bool:
-    """Return whether the value of an option is a word where sbatch takes a number: ``CPU_NUM``."""
+    """Return whether the value of the option `name` is a placeholder for a number, as CPU_NUM:
+    `operand` has no digit where sbatch takes a number. '' is none; nor is a type of GPUs alone."""
     if name in ("gpus", "gpus-per-node", "gpus-per-task"):  # a type alone means one
         return bool(re.fullmatch(r"[A-Z]+(_[A-Z]+)+", operand))
     return bool(operand and _OF_NUMBERS.fullmatch(name) and not re.search(r"\d", operand))
 
 
 def _take_option(name: str, operand: str, line: int, result: Conversion, file: str) -> None:
-    """Put one option of sbatch into `result`: under its own key, else as a raw option. Notes name a
-    job name that has to be changed, and a dependency on jobs of the same name. `file` is as in
-    `take_directives`."""
+    """Put the option `name` of sbatch into `result`: under its own key, else into ``sbatch``, the
+    list of raw options. A note says what changes: a job name that is no folder's name, a signal for
+    bash alone, ``--time-min`` without ``--time``, a dependency on jobs of the same name. `file` is
+    as in `take_directives`."""
     text = as_raw(name, operand)
     if name == "job-name" and not JOB_NAME.fullmatch(operand):
         operand = re.sub(r"[^\w .+=,@-]+", "", operand).lstrip(" .+=,@-")[:100] or "job"
@@ -243,9 +250,10 @@ def _take_option(name: str, operand: str, line: int, result: Conversion, file: s
 
 
 def take_array(directives: Directives, result: Conversion, texts: Sequence[str]) -> None:
-    """Put an array with ``%1``, whose tasks run one after the other, into `result` if the job
-    script or its program (their `texts`) reads the index of a task. Otherwise it is a chain of
-    jobs, which is one run, and no array. A note says which. Another array changes nothing."""
+    """Decide what ``--array=…%1`` means, whose tasks run one after the other, and put a note on it
+    into `result`. It is an array (``array``) if one of the `texts`, of the job script and of its
+    program, reads the index of a task; else a chain of jobs, which is one run. Any other array
+    stays as it is; a note names an index that is read in a job without an array."""
     operand, line = directives.options.get("array", ("", 0))
     settings = [text for entries in result.lists.values() for text, _ in entries]
     settings += [text for text, _ in result.env.values()] + [*texts[1:]]
@@ -266,9 +274,10 @@ def take_array(directives: Directives, result: Conversion, texts: Sequence[str])
 
 
 def _replace_array_id(result: Conversion, line: int) -> None:
-    """Write the run's name, of which all jobs of a chain have the same, in place of the id of the
-    array that has become the chain: into arguments and set-up lines of `result`, with a set-up line
-    that sets it, and a note on the array's `line`."""
+    """Write ``${RUN_NAME}`` for ``$SLURM_ARRAY_JOB_ID`` in arguments, set-up and clean-up lines of
+    `result`: an array that has become a chain of jobs has no id, while all these jobs have the
+    run's name. Where it is written, the first set-up line sets it, and the `line` of the array gets
+    a note."""
     array_id = re.compile(r"\$(SLURM_ARRAY_JOB_ID\b|\{SLURM_ARRAY_JOB_ID\})")
     count = 0
     for key in {"args", "setup", "node-setup", "worker-setup", "teardown"} & result.lists.keys():
@@ -286,9 +295,9 @@ def _replace_array_id(result: Conversion, line: int) -> None:
 
 
 def _exported_variables(operand: str) -> list[tuple[str, str | None]]:
-    """Return the variables that an operand of ``--export`` names, in order, with their values; None
-    stands for the value in the shell that submits: ``ALL,A=1,B`` has ("A", "1") and ("B", None).
-    ALL, NONE and NIL are no names."""
+    """Return names and values of the variables in a value of ``--export``, in order: ("A", "1") and
+    ("B", None) of ``ALL,A=1,B``. None stands for the value in the shell that submits; ALL, NONE and
+    NIL are no names."""
     words = re.findall(r"(?:^|,)(\w+)(=('[^']*'|\"[^\"]*\"|[^,]*))?", operand)
     return [
         (name, content.strip("'\"") if sign else None)
@@ -298,8 +307,8 @@ def _exported_variables(operand: str) -> list[tuple[str, str | None]]:
 
 
 def _mark_of(name: str, operand: str) -> Mark:
-    """Return the group of the directive `name` with the value `operand`: OURS with the reason, or
-    TAKEN with ''."""
+    """Return (OURS, reason) for the directive `name` with the value `operand` where hpc-ddp decides
+    what it asks for, else (TAKEN, "")."""
     decided = next((why for names, why in _DECIDED.items() if re.fullmatch(names, name)), "")
     if name == "export" and operand in ("NONE", "NIL"):
         return TAKEN, ""
@@ -353,8 +362,8 @@ def tasks_of_node(numbers: Mapping[str, int]) -> int:
 
 
 def has_range_of_nodes(directives: Directives, numbers: Mapping[str, int]) -> bool:
-    """Return whether the script has ``--nodes``, and not with a single number, as ``2-4``.
-    `numbers` are as from `read_sizes`."""
+    """Return whether the number of nodes is a range, as of ``--nodes=2-4``, and does not follow
+    from other options. `numbers` are as from `read_sizes`."""
     has_number = re.search(r"\d", directives.get("nodes") or "")  # and is no placeholder
     return "SLURM_NNODES" not in numbers and bool(has_number)
 
@@ -383,14 +392,3 @@ def requested_gpus(options: Mapping[str, str], name: str) -> tuple[str, int]:
     request = "" if _lacks_number(name, request) else request
     gpus = gpus_of(request if name == "gres" else f"gpu:{request}")
     return gpus[0] if gpus else ("", 0)
-
-
-def tasks_of_launch(launch: Launch, numbers: Mapping[str, int]) -> int:
-    """Return the number of tasks that a launch has on a node: its tasks in all divided by the
-    nodes, rounded down; else its tasks on a node, or for each GPU; else the job's. `numbers` are as
-    from `read_sizes`."""
-    of_launch = (launch.tasks or 0) // (numbers.get("SLURM_NNODES") or launch.nodes or 1)
-    of_gpu, _ = launch.options.get("ntasks-per-gpu", (None, 0))
-    if of_gpu and of_gpu.text.isdecimal() and not (of_launch or launch.tasks_per_node):
-        of_launch = int(of_gpu.text) * numbers.get("SLURM_GPUS_ON_NODE", 0)
-    return of_launch or launch.tasks_per_node or tasks_of_node(numbers)

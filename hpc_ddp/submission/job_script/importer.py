@@ -1,11 +1,11 @@
-"""From the text of a job script to settings."""
+"""The import of a job script, step by step, and notes that need all of its settings."""
 
 from __future__ import annotations
 
 import os
 import re
 import shlex
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
 
@@ -46,28 +46,31 @@ from hpc_ddp.submission.job_script.statements.statement import (
     Statement,
     first_load,
     join_exit_codes,
+    mark_exported,
 )
 from hpc_ddp.submission.job_script.statements.training_choice import (
     choose_launch,
     has_launch,
     join_commands_read_in_parts,
     keep_one_command,
+    restore_definitions,
 )
-from hpc_ddp.submission.job_script.wrapper import unwrap
+from hpc_ddp.submission.job_script.wrapper import JobText, unwrap
 
-_OF_A_LOGIN = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "MANPATH", "HOME", "TMPDIR", "LANG")
 # Variables that count tasks, or have a number for one task.
 _OF_TASKS = re.compile(r"\bSLURM_(NTASKS|NPROCS|NTASKS_PER_NODE|TASKS_PER_NODE|CPUS_PER_TASK)\b")
 _ON_ERROR = re.compile(r"trap\s.*\sERR\s*$", re.S)
 _OF_GPUS = re.compile("SLURM_GPUS")
-# Settings with code, and a variable in it, also with a default.
+# Settings whose entries are lines of bash.
 _OF_CODE = {"setup", "node-setup", "worker-setup", "teardown"}
 _OF_STEP = "NTASKS NPROCS NTASKS_PER_NODE TASKS_PER_NODE"  # SLURM_…, which each step has anew
+# $NAME [1], ${NAME} or ${NAME:-default} [2].
 _VARIABLE = re.compile(r"(?<!\\)\$(?:(\w+)|\{(\w+)(?::?-[^{}]*)?\})")
-_OF_JOB = re.compile(r"\bSLURM_(JOB_?ID|ARRAY_JOB_ID)\b")
+_JOB_ID = re.compile(r"\bSLURM_(JOB_?ID|ARRAY_JOB_ID)\b")
 _SETS_IFS = re.compile(r"IFS=(\S*|\$?'[^']*'|\"[^\"]*\")")
+# A command that changes the folder of the code.
 _CHANGES_CODE = re.compile(r"\bgit\s+(?:-C\s+\S+\s+)?(?:pull|checkout|reset|switch)\b")
-# Random numbers, the shell's process id ($$), times and the like.
+# A module or environment of a Python that hpc-ddp can't use: python/3.8, python-2.7.
 _OLD_PYTHON = re.compile(r"(?i:\bpython[\w-]*)[/-](2\.\d|3\.\d(?!\d))[\w.-]*")
 # A point in time, NAME [1], of which a later line makes a duration.
 _TIME = re.compile(r"(?:export\s+)?(\w+)=[\"`$(]*date \+[\"']?%s(?:\.%N)?[\"')`]*")
@@ -77,11 +80,13 @@ _PLACEHOLDER = re.compile(r"(?<![\w.-])/?(?:path/to/[\w./-]*\w|your[-_]\w+)")
 _OWN_PATH = re.compile(
     r"\b(?:cp|cat|source|\.|basename|dirname|readlink|realpath)\s[^;&|]*\$\{?(0\b|BASH_SOURCE)"
 )
+# Random numbers, the shell's process id ($$), times and the like.
 _DRAWN = re.compile(r"\$\{?S?RANDOM\b|\$\{?\$|[(`]\s*(date|mktemp|uuidgen)\b")
 
 
 def _may_come_from_shell(name: str) -> bool:
-    """Return whether the shell that submits may give the job a variable of this name."""
+    """Return whether a job may have a variable of this name from the shell that submits it: it is
+    none of Slurm's and of hpc-ddp's."""
     return not (name.startswith("SLURM_") or is_of_hpc_ddp(name))
 
 
@@ -115,7 +120,7 @@ def _add_notes(result: Conversion, scope: Scope, missing: set[str], optional: se
         text = "by hpc-ddp's verdict the exit code is 0 or 1 there; a preemption ends the teardown"
         result.note(asking[0], text)
     always = takewhile(lambda entry: ENDED not in entry[0], lines)
-    if teardown := [n for text, n in always if n and not text.startswith(FINALLY[0])]:
+    if teardown := [n for text, n in always if n and not text.startswith(FINALLY.test)]:
         text = "teardown runs after each attempt, also one that fails or is preempted"
         result.note(teardown[0], text)
     for line in [line for text, line in result.lists.get("setup", ()) if _ON_ERROR.match(text)]:
@@ -136,10 +141,7 @@ def _add_notes(result: Conversion, scope: Scope, missing: set[str], optional: se
         else ""
     )
     for variables, reason in (
-        (
-            missing - of_shell,
-            f"not set in this shell: to be exported {place}{end}",
-        ),
+        (missing - of_shell, f"not set in this shell: to be exported {place}{end}"),
         (of_shell, "taken as unset: if your shell has one, write it"),
         (optional, "unset in this shell; lines ask for that of the shell that submits"),
     ):
@@ -164,7 +166,7 @@ def _note_values(result: Conversion, numbers: Mapping[str, int]) -> None:
     lines = [entry for entry in setup if not (PRINTS.match(entry[0]) or _ON_ERROR.match(entry[0]))]
     arguments = result.lists.get("args", ())
     for text, line in (*lines, *arguments):
-        if job_id := _OF_JOB.search(text):
+        if job_id := _JOB_ID.search(text):
             reason = "is another one where the run goes on in a new job: $HPC_DDP_RUN stays"
             result.note(line, f"${job_id[0]} {reason}")
     lines += [entry for entry in arguments if "$SLURM_CPUS" in entry[0]]
@@ -197,9 +199,7 @@ def _note_values(result: Conversion, numbers: Mapping[str, int]) -> None:
 def _note_placeholders(result: Conversion) -> None:
     """Add a note to `result` on each line of which a setting has what looks like a placeholder, and
     not only in a text that is printed."""
-    entries = [*result.values.values(), *result.env.values()]
-    entries += [entry for entries_of_key in result.lists.values() for entry in entries_of_key]
-    codes = [(PRINTED_TEXT.sub(" ", str(text)), n) for text, n in entries]
+    codes = [(PRINTED_TEXT.sub(" ", str(text)), n) for text, n in result.entries()]
     places = [(n, match[0]) for code, n in codes if (match := _PLACEHOLDER.search(code))]
     for line, text in sorted({*places}):
         result.note(line, f"{text} looks like a placeholder: write your own")
@@ -253,23 +253,11 @@ def _write_numbers(result: Conversion, numbers: Mapping[str, int], reader: Reade
 def _remove_unused_names(result: Conversion) -> None:
     """Remove names from ``expand`` that no text of `result` has as a variable, and ``expand``
     itself if no name is left."""
-    texts = [text for text, _ in result.env.values()]
-    texts += [text for key in result.lists for text, _ in result.lists[key] if key != "expand"]
-    texts += [str(setting) for setting, _ in result.values.values()]
-    names = {name for text in texts for name in re.findall(r"\$\{?(\w+)", text)}
     expand = result.lists.pop("expand", [])
+    texts = [str(setting) for setting, _ in result.entries()]
+    names = {name for text in texts for name in re.findall(r"\$\{?(\w+)", text)}
     if used := [entry for entry in expand if entry[0].removesuffix("[@]") in names]:
         result.lists["expand"] = used
-
-
-def _mark_exported(statements: Sequence[Statement], shell_names: Set[str]) -> None:
-    """Set `exported` of each assignment to a variable that an earlier one exports, or that a job
-    has from its login or from the shell that submits (`shell_names`): bash exports the new value,
-    too."""
-    exported = {*_OF_A_LOGIN, *shell_names}
-    for statement in statements:
-        statement.exported |= statement.name in exported
-        exported |= {statement.name} if statement.exported else set()
 
 
 def _read_statements(text: str, make_scope: Callable[[Counted], Scope]) -> Reader:
@@ -305,6 +293,34 @@ def _add_set_line(arguments: Sequence[str], result: Conversion) -> None:
             result.lists[key].insert(0, (f"set -- {shlex.join(arguments)}", 0))
 
 
+def _find_job(text: str, scope: Scope, path: Path | None, result: Conversion) -> JobText:
+    """Return the job of a script's text: the script itself, or the one that it submits (`unwrap`,
+    which changes the `scope`). `path` is the script's own, None for a text without one. Notes in
+    `result` name a first line that sbatch refuses, and comments that look like directives. Raise as
+    `syntax.parse`."""
+    if text.startswith("!/"):
+        result.note(1, "sbatch refuses a script whose first line has no #: #! is meant")
+        text = f"#{text}"
+    job = unwrap(fill_in_own_path(text, path, result) if path else text, scope)
+    if not job.first_line.startswith("#!"):
+        reason = "is no #!: sbatch itself refuses the script"
+        result.note(job.first_number, f"the first line of the job {reason}")
+    note_misspelt_directives(job.text, result)
+    return job
+
+
+def _mark_wrapper(job: JobText, result: Conversion) -> None:
+    """Put into `result` the groups of the lines around a job that another script submits, and notes
+    on it and on doubtful values in its text. A job that is the script itself changes nothing."""
+    for line, (group, reason) in job.marks.items():
+        result.mark(line, line, group, reason)
+    if job.line:
+        text = "the job is the script that it submits here"
+        result.note(job.line, f"{text}; the lines around it are read as the job's")
+    for sentence in sentences_on(job.doubts):
+        result.note(job.line, sentence)
+
+
 def import_script(
     text: str, cwd: Path, folder: Path, arguments: Sequence[str] = (), name: str = "",
     environ: Mapping[str, str] = {},
@@ -324,21 +340,12 @@ def import_script(
     words = [literal(argument) for argument in arguments] or None
     defaults: set[str] = set()
     of_cwd: dict[str, Value] = {"PWD": literal(str(cwd)), "SLURM_SUBMIT_DIR": literal(str(cwd))}
-    shell: dict[str, Value] = {
-        name: literal(environ[name]) for name in ("HOME", "USER", "LOGNAME") if name in environ
-    }
+    of_shell = {n: literal(environ[n]) for n in ("HOME", "USER", "LOGNAME") if n in environ}
     of_wrapper = Scope(
-        {**of_cwd, **shell}, arguments=words, lacks_arguments=not words, shell_names=environ.keys(),
-        defaults=defaults, hides=secrets.is_secret,
+        {**of_cwd, **of_shell}, arguments=words, lacks_arguments=not words,
+        shell_names=environ.keys(), defaults=defaults, hides=secrets.is_secret,
     )  # fmt: skip
-    if text.startswith("!/"):
-        result.note(1, "sbatch refuses a script whose first line has no #: #! is meant")
-        text = f"#{text}"
-    text = fill_in_own_path(text, cwd / name, result) if name else text
-    job = unwrap(text, of_wrapper)
-    if not job.first_line.startswith("#!"):
-        reason = "is no #!: sbatch itself refuses the script"
-        result.note(job.first_number, f"the first line of the job {reason}")
+    job = _find_job(text, of_wrapper, cwd / name if name else None, result)
     directives, text = job.directives, job.text
     numbers = read_sizes(directives)
     start = os.path.normpath(cwd / os.path.expanduser(directives.get("chdir") or ""))
@@ -353,7 +360,6 @@ def import_script(
             counted=counted, hides=secrets.is_secret,
         )  # fmt: skip
 
-    note_misspelt_directives(text, result)
     text = join_lines(leave_out_refused(text, result), result)
     reader = _read_statements(text, make_scope)
     scope = reader.scope
@@ -361,20 +367,12 @@ def import_script(
 
     # What becomes of each line. The order matters: later steps need the settings of earlier ones.
     take_directives(directives, result, name)
-    for line, (group, reason) in job.marks.items():
-        result.mark(line, line, group, reason)
-    if job.line:
-        result.note(
-            job.line,
-            "the job is the script that it submits here; the lines around it are read as the job's",
-        )
-    for sentence in sentences_on(job.doubts):
-        result.note(job.line, sentence)
+    _mark_wrapper(job, result)
     launch, at = choose_launch(reader, result)
-    at = reader.restore_definitions(join_commands_read_in_parts(reader, at))
+    at = restore_definitions(reader, join_commands_read_in_parts(reader, at))
     join_exit_codes(reader.statements, at)
     at = separate_deletions(reader.statements, at)
-    _mark_exported(reader.statements, environ.keys())
+    mark_exported(reader.statements, environ.keys())
     sorter = Sorter(reader, result, launch, at, start, name)
     take_shebang(text.partition("\n")[0], result)
     sorter.take_statements()

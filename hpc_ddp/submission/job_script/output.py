@@ -59,12 +59,13 @@ def _to_value(setting: Any) -> str:
 
 
 def to_comment(text: str) -> str:
-    """Return a comment of one line with a text, in which a ``?`` stands for a control character."""
+    """Return a comment of one line of TOML: ``#`` and the text, with a blank for the end of a line,
+    and a ``?`` for any other control character."""
     return f"# {_CONTROL.sub('?', ' '.join(text.splitlines()))}"
 
 
 def _line_comment(line: int) -> str:
-    """Return the comment with a line's number; '' for 0."""
+    """Return the comment behind a value, ``  # 7`` for line 7; '' for 0, which is no line."""
     return f"  # {line}" if line else ""
 
 
@@ -84,9 +85,9 @@ def subtract_site(conversion: Conversion, site: Mapping[str, Any]) -> None:
 
 
 def _subtract_entries(conversion: Conversion, key: str, site_entries: Sequence[str]) -> None:
-    """Remove a site's entries of ``sbatch``, ``srun`` or ``setup`` (`key`) from a conversion. Each
-    option of the site that the script does not have goes to ``without``; one that the script has
-    with the same value under a key of its own is removed there."""
+    """Remove a site's entries of ``sbatch``, ``srun`` or ``setup`` (`key`) from a conversion. An
+    option of the site goes to ``without`` if the script does not have it; if the script has it with
+    the same value under a key of its own (``partition``), this setting is removed."""
     entries = conversion.lists.pop(key, [])
     if remaining := [entry for entry in entries if entry[0] not in site_entries]:
         conversion.lists[key] = remaining
@@ -102,13 +103,13 @@ def _subtract_entries(conversion: Conversion, key: str, site_entries: Sequence[s
 
 
 def is_code(line: str) -> bool:
-    """Return whether a line of a job script is neither empty nor a comment; a directive is one for
-    bash alone, and counts."""
+    """Return whether a line of a job script is a directive (``#SBATCH``, or of a burst buffer) or
+    code, and neither empty nor a comment."""
     is_directive = line.startswith("#SBATCH") or BURST_BUFFER.match(line)
     return bool(is_directive or (line.strip() and not line.lstrip().startswith("#")))
 
 
-def table(conversion: Conversion, text: str) -> list[str]:
+def format_table(conversion: Conversion, text: str) -> list[str]:
     """Return the rows of a table that says what became of each line of a script's `text`.
 
     The groups come in the order TAKEN, OURS, LOST, each with a head that has the number of its
@@ -142,8 +143,8 @@ def table(conversion: Conversion, text: str) -> list[str]:
 
 
 def _shorten(line: str, has_secret: bool) -> str:
-    """Return a script's line with single blanks, cut to `_WIDTH` characters; of one with a secret
-    the first two words, up to a ``=``."""
+    """Return a script's line with single blanks, cut to `_WIDTH` characters with ``...`` at the
+    end. Only the first two words, up to a ``=``, are in it for a line that `has_secret`."""
     content = " ".join(line.split())
     if has_secret:
         content = f"{' '.join(content.split()[:2]).partition('=')[0]} ..."

@@ -1,4 +1,5 @@
-"""The text of a job script before it is parsed: its first line, and its own path."""
+"""Changes of a job script's text before it is parsed: the first line, scripts for other shells and
+languages, the question for the script's own path, lines that a blank or a comment cuts."""
 
 from __future__ import annotations
 
@@ -40,9 +41,10 @@ _FOLDER_OF = re.compile(r"\$\(\s*dirname\s+\"?(/[\w./+@:,=-]+)\"?\s*\)")
 
 
 def leave_out_other_languages(text: str, name: str, result: Conversion) -> str:
-    """Return a script's text. If its first line names a program that reads no bash, as Python, the
-    text has only ``#!/bin/bash``, the directives and comments, and the other lines are empty and
-    marked as lost in `result`. `name` is the name of the script's file."""
+    """Return a script's text without lines that bash does not read, which are marked as lost in
+    `result`. If the first line names a program that reads no bash, as Python, only ``#!/bin/bash``,
+    directives and comments are left; a script for zsh is changed (`_as_bash`), with a note. `name`
+    is the name of the script's file."""
     match = _INTERPRETER.match(text)
     if match and match[1] == "zsh":
         result.note(1, "zsh reads it, hpc-ddp's job is of bash: there $A without quotes is split")
@@ -61,8 +63,8 @@ def leave_out_other_languages(text: str, name: str, result: Conversion) -> str:
 
 
 def _as_bash(text: str, result: Conversion) -> str:
-    """Return the text of a script for zsh as bash reads it: ``"${A[@]}"`` for ``$A`` of an array,
-    and no lines that only zsh understands, which are marked as lost in `result`."""
+    """Return the text of a script for zsh so that bash does the same: ``"${A[@]}"`` for ``$A`` of
+    an array. Lines that only zsh understands are empty, and marked as lost in `result`."""
     lines = text.split("\n")
     for number, line in enumerate(lines, 1):
         if _OF_ZSH.match(line):
@@ -80,8 +82,9 @@ def _as_bash(text: str, result: Conversion) -> str:
 
 
 def fill_in_own_path(text: str, path: Path, result: Conversion) -> str:
-    """Return a script's text with its own `path` in place of a question to Slurm for it: in
-    hpc-ddp's job that would be another script. A note goes to `result` where there is one."""
+    """Return a script's text with its own `path` in place of ``$(scontrol show job $SLURM_JOB_ID |
+    …Command=…)``, which in hpc-ddp's job has the path of another script. Where the text is changed,
+    `result` gets a note. A path with blanks or the like changes nothing."""
     filled = _OWN_PATH.sub(str(path), text)
     if filled != text and re.fullmatch(r"[\w./+@:,=-]+", str(path)):
         result.note(0, f"the job script's own path is written where it asks Slurm for it: {path}")

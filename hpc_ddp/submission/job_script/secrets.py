@@ -57,9 +57,9 @@ def looks_secret(text: str) -> bool:
 
 
 def _is_word(name: str, content: str) -> bool:
-    """Return whether a value, `content`, is no secret in spite of its `name`, which may have a sign
-    behind it: the name may be a table's key (``sort_key=``), or one on the tokens of a language
-    model (``pad_token=``), and the value is a short word, or the name of a model."""
+    """Return whether a value, `content`, is no secret, though `name` looks like a secret's: a short
+    word, or the name of a model, as the key of a table (``sort_key=id``) or a language model's
+    token (``pad_token=eos``). The `name` may have a sign behind it, as ``=`` or ``:``."""
     is_table = _OF_A_TABLE.fullmatch(name) or _OF_TOKENS.fullmatch(name)
     first, *pieces = re.split("[,;]", content)  # of Key=Monitoring,Value=ON
     is_word = re.fullmatch(rf"[A-Za-z_.-]{{1,15}}|{_NAME_OF_THING}", first)
@@ -136,6 +136,7 @@ def _split_argument(before: str, text: str) -> tuple[str, str, bool]:
 
 
 def _leave_to_shell(result: Conversion, name: str, line: int) -> None:
-    """Add a secret's name to ``env-names``, and mark the line that has its value as lost."""
+    """Add the `name` of a secret's variable to ``env-names``, by which hpc-ddp passes on the value
+    of the user's shell, and mark the `line` that has the value as lost."""
     result.append("env-names", name, line)
     result.mark(line, line, LOST, MARK.format(name))

@@ -16,12 +16,22 @@ from hpc_ddp.submission.job_script.directives import (
     names_not_set,
     read_gpus,
     requested_gpus,
-    tasks_of_launch,
     tasks_of_node,
 )
 from hpc_ddp.submission.job_script.launchers.launch import Launch
 
-OF_A_TASK = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID")
+OF_A_TASK = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID")  # other values in each task
+
+
+def tasks_of_launch(launch: Launch, numbers: Mapping[str, int]) -> int:
+    """Return the number of tasks that a launch has on a node: all its tasks divided by the nodes,
+    rounded down, by ``-n``; else by ``--ntasks-per-node`` or ``--ntasks-per-gpu``; else the job's.
+    `numbers` are as from `read_sizes`."""
+    of_launch = (launch.tasks or 0) // (numbers.get("SLURM_NNODES") or launch.nodes or 1)
+    of_gpu, _ = launch.options.get("ntasks-per-gpu", (None, 0))
+    if of_gpu and of_gpu.text.isdecimal() and not (of_launch or launch.tasks_per_node):
+        of_launch = int(of_gpu.text) * numbers.get("SLURM_GPUS_ON_NODE", 0)
+    return of_launch or launch.tasks_per_node or tasks_of_node(numbers)
 
 
 def read_texts(directives: Directives, numbers: Mapping[str, int]) -> dict[str, str]:
@@ -124,8 +134,8 @@ def _take_workers(
 def _mark_uneven_tasks(
     launch: Launch, result: Conversion, directives: Directives, numbers: Mapping[str, int]
 ) -> None:
-    """Mark the line with the number of tasks, the launch's or the job's, as lost where the nodes
-    can't have equally many."""
+    """Mark the line with the number of tasks, the launch's or the job's, as lost where this is no
+    multiple of the number of nodes. `numbers` are as from `read_sizes`."""
     nodes = numbers.get("SLURM_NNODES") or launch.nodes
     of_job = 0 if launch.tasks_per_node else numbers.get("SLURM_NTASKS", 0)
     tasks = launch.tasks or of_job
@@ -139,11 +149,12 @@ def _take_step_launcher(
     launch: Launch, result: Conversion, directives: Directives, numbers: Mapping[str, int],
     gpus: int,
 ) -> None:  # fmt: skip
-    """Put the command that starts the tasks into `result`: as ``step-launcher`` where a launcher of
-    workers runs in them, unless it is srun, hpc-ddp's own; else as ``launcher``.
+    """Put the command that starts the launch's tasks (``srun``, ``mpirun``) into `result`: as
+    ``step-launcher`` where a launcher of workers runs in them, else as ``launcher``. As
+    ``step-launcher`` srun is left out, which hpc-ddp takes itself.
 
-    A program without any launcher becomes one of srun, unless the number of nodes is a range; it
-    gets a note where the node has several `gpus`. `numbers` are as from `read_sizes`.
+    A program without any launcher gets ``launcher = "srun"``, unless the number of nodes is a
+    range; a note says so where the node has several `gpus`. `numbers` are as from `read_sizes`.
     """
     has_range = has_range_of_nodes(directives, numbers)
     lacks_launcher = bool(launch.program) and not (launch.kind or has_range)
@@ -191,12 +202,12 @@ def _take_cpus(
 def take_gpus(
     launch: Launch, result: Conversion, directives: Directives, numbers: Mapping[str, int]
 ) -> int:
-    """Put the number of a node's GPUs, with their type, into `result`: from the directives, else
-    from the launch's own options. Return the number, 0 without one. `numbers` are as from
-    `read_sizes`.
+    """Put the number of a node's GPUs, with their type (``gpus-per-node``), and the option that
+    asks for them (``gpu-request``) into `result`: from the directives, else from the launch's own
+    options. Return the number, 0 without one. `numbers` are as from `read_sizes`.
 
-    Requests that do not agree, or that give the nodes different numbers, are marked as lost; a step
-    with fewer GPUs than the job gets a note.
+    Lines whose requests do not agree, or give the nodes different numbers, are marked as lost; a
+    step with fewer GPUs than the job gets a note. ``--nv`` of a container is taken out of `launch`.
     """
     count = numbers.get("SLURM_GPUS_ON_NODE", 0)
     options = directives.operands if count else launch.gpus
@@ -238,9 +249,9 @@ def take_gpus(
 def _request_of_task(
     launch: Launch, result: Conversion, directives: Directives, numbers: Mapping[str, int]
 ) -> str:
-    """Return "gpus-per-task", the setting of ``gpu-request``, for a launch each of whose tasks sees
-    its own GPUs, though another request gives the number of the node's; '' where no request is
-    one for a task. One that gives the node another number is marked as lost."""
+    """Return "gpus-per-task", a value of ``gpu-request``, if job or launch ask for GPUs of a task,
+    so that each task sees only its own; else ''. If that gives the node another number of GPUs than
+    it has by `numbers`, as from `read_sizes`, its line is marked as lost, and '' is returned."""
     count, tasks = numbers.get("SLURM_GPUS_ON_NODE", 0), tasks_of_launch(launch, numbers)
     of_task = read_gpus(directives.operands | launch.gpus, ("gpus-per-task",))
     if of_task and count not in (0, of_task * tasks):
@@ -282,8 +293,8 @@ def take_other_gres(result: Conversion, directives: Directives) -> None:
 
 def _gpu_request(options: Mapping[str, str], count: int) -> tuple[str, str] | None:
     """Return the settings ``gpus-per-node`` and ``gpu-request`` for `count` GPUs of a node:
-    ("a100:4", "gres") for ``gres`` "gpu:a100:4" in `options`, values by sbatch's long names. The
-    first of `GPUS` that asks for some counts, else ``ntasks-per-gpu``; None without one."""
+    ("a100:4", "gres") for "gpu:a100:4" of ``gres`` in `options`, values by sbatch's long names. The
+    first option of `GPUS` that asks for some counts, else ``ntasks-per-gpu``; None without one."""
     for name in GPUS:
         gpu_type, number = requested_gpus(options, name)
         if number:
@@ -293,9 +304,9 @@ def _gpu_request(options: Mapping[str, str], count: int) -> tuple[str, str] | No
 
 
 def note_devices(result: Conversion, gpus: int) -> None:
-    """Add a note to `result` on each line that chooses other than all of the node's `gpus` by
-    CUDA_VISIBLE_DEVICES; none where `gpus` is 0. Not to be called for a launch by srun, which
-    replaces the variable in its tasks."""
+    """Add a note to `result` on each line that sets CUDA_VISIBLE_DEVICES to other GPUs than
+    ``0,1,…``, all of the node's; `gpus` is their number, and with 0 nothing is noted. Not to be
+    called for a launch by srun, which replaces the variable in its tasks."""
     name = "CUDA_VISIBLE_DEVICES"
     lines = [(text, n) for text, n in result.lists.get("setup", ()) if f"export {name}=" in text]
     lines += [(f"{name}={text}", n) for text, n in [result.env[name]]] if name in result.env else []
@@ -307,9 +318,9 @@ def note_devices(result: Conversion, gpus: int) -> None:
 
 
 def note_task_numbers(launch: Launch, result: Conversion, of_batch: Set[str]) -> None:
-    """Add a note to `result` on each variable in the program's arguments that the batch script
-    fills in, being one `of_batch`, with its own value, where hpc-ddp's workers have theirs:
-    ``$SLURM_PROCID``."""
+    """Add a note to `result` on each variable of `OF_A_TASK` in the program's arguments that the
+    batch script fills in (`of_batch` has the names that it does): ``$SLURM_PROCID`` is then 0 for
+    all tasks, while each of hpc-ddp's workers has its own value."""
     for word in launch.args:
         for name in sorted({*word.names} & of_batch & {*OF_A_TASK}):
             reason = "is the batch script's there, 0 for all tasks; here each worker has its own"

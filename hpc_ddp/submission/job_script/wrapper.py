@@ -35,11 +35,21 @@ _EXPANDED = re.compile(r"\\([$`\\])|\$(?:\d|\w+|[@*#]|\{[^{}]*\})|`|\$\(")
 
 @dataclass
 class JobText:
-    """The contents of a script for sbatch: its `directives`, and a `text` that has its statements,
-    each in the line where the submitted script has it. `marks` has (group, reason), by line, of
-    lines that are neither; `line` is that of the sbatch in it, 0 where the user calls sbatch.
-    `first_line` is the first that sbatch reads, with its number in the script. `doubts` are those
-    of values in the text (`Part.doubt`)."""
+    """A job script as sbatch gets it: the script itself, or one that it submits.
+
+    Attributes
+    ----------
+    directives, text
+        its ``#SBATCH`` lines, and its statements, which keep the numbers of their lines
+    marks
+        (group, reason), by line, of lines that are neither
+    line
+        that of the sbatch which submits it, in the script; 0 where the user calls sbatch
+    first_line, first_number
+        the first line that sbatch reads, and its number in the script
+    doubts
+        those of values in the text (`Part.doubt`)
+    """
 
     directives: Directives
     text: str
@@ -67,15 +77,15 @@ class _Document:
 
 
 def unwrap(text: str, scope: Scope) -> JobText:
-    """Return the contents of a script, or those of the script that it submits. `scope` is that of
-    the script's begin; it is changed. Raise as `syntax.parse`.
+    """Return the job of a script's `text`: the script that it submits, or else the script itself.
+    `scope` is that of the script's begin; it is changed. Raise as `syntax.parse`.
 
     The submitted script is the only here-document with directives. The only sbatch must read it:
     by ``sbatch <<EOT`` or ``cat <<EOT | sbatch``, or from the file of ``cat > FILE <<EOT``. Neither
-    may stand in a block or a list. Statements in front of it are in the text, too, since
-    the job has their variables, by the shell that submits. In an unquoted here-document these are
-    replaced by their values. Where one is not known here, or where those statements need the path
-    of the script, the contents are those of the script as it is.
+    may stand in a block or a list. Statements in front of it are in the result, too, since the job
+    has their variables from the shell that submits. In an unquoted here-document (``<<EOT``) bash
+    puts values of variables into the text, and so does this function. Where it does not know one,
+    or where those statements need the script's own path, the result is the script itself.
     """
     directives = read_directives(text)
     as_it_is = JobText(directives, text, first_line=text.partition("\n")[0])
@@ -152,11 +162,13 @@ def _make_job(
     lines: list[str], statements: Sequence[Node], document: _Document, places: tuple[int, int],
     words: list[Word],
 ) -> JobText:  # fmt: skip
-    """Return the job of a `document` whose text is in `lines`, those of the script, as sbatch gets
-    it; the first of the `lines` is changed to the job's ``#!``. `places` are the indexes of the
-    statements that have the document and submit it, `words` those behind ``sbatch``.
+    """Return the job that a script submits as a here-document, the `document`. `lines` are the
+    script's, with the document's as sbatch gets them; the first of them is changed to the job's
+    ``#!``. `places` are the indexes of those `statements` that have the document and submit it;
+    `words` stand behind ``sbatch``.
 
-    Statements behind the document that hpc-ddp does not do itself are marked as lost.
+    ``marks`` of the result: statements for the submit alone are OURS, others behind the document
+    are LOST; statements in front of it are in the job's text.
     """
     at, submit_at = places
     only_body = (line if n in document.numbers else "" for n, line in enumerate(lines, 1))
@@ -278,8 +290,8 @@ def _reads_document(words: Sequence[Word], document: _Document, scope: Scope) ->
 
 
 def _spellings(file: str) -> set[str]:
-    """Return the texts that may name a `file` in another line of the script: with or without
-    ``./``, and ``$A`` for ``${A}``."""
+    """Return the texts by which another line of the script may name a `file`: with or without
+    ``./`` before it, or with ``$A`` for ``${A}``."""
     return {file, file.removeprefix("./"), f"./{file}", re.sub(r"\$\{(\w+)\}", r"$\1", file)}
 
 

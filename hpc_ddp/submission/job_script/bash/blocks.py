@@ -1,5 +1,5 @@
-"""Blocks of a job script: those that only print, the variables that they set or extend, and the
-commands in them that may set variables of any name."""
+"""Blocks of a job script (functions, branches, loops): whether they only print, the variables that
+they set or add words to, and commands in them that may set variables of any name."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from hpc_ddp.submission.job_script.bash.syntax import Node, commands_of, descend
 
 # What is added to a text in double quotes: no operator of the shell, but within ``$(…)``.
 _ADDED_TEXT = r"(?:\\[\s\S]|\$\((?:[^()]|\([^()]*\))*\)|(?!\$\()[^\"\\;&|<>])*"
+# Commands that a block which only reports may have: they print, wait, or end the script.
 REPORTING = {"echo", "printf", "date", "exit", "return", "true", ":", "test", "wait"}
 # Commands that may set variables whose names are among their words.
 _SETTERS = ("read", "mapfile", "readarray", "printf", "let", "getopts", "declare")
@@ -25,15 +26,17 @@ _SETS_BY_NAME = re.compile(
 _OF_SYSTEM = re.compile(
     r"/etc/.*|(.*/)?((de)?activate|conda\.sh|modules\.sh|\.?bashrc|\.?(bash_|z)?profile)[\"']?"
 )
+# A quick search, before code is parsed, for what one of the commands above may be.
 _MAY_BE_SUCH = re.compile(
     r"\b(?:eval|source)\s|(?<!\S)\.\s|\b(?:export|declare|typeset|local|readonly|read|printf)\s.*[$`]"
 )
 
 
 def only_reports(node: Node, commands: Set[str] = frozenset()) -> bool:
-    """Return whether a block, with all its branches, only prints or ends the script. It must have
-    commands, all in `REPORTING` or `commands`, and may neither write a file, set a variable nor
-    run others by ``$(…)``, except ``$(date)`` and ``$(hostname)``. A comment only reports, too."""
+    """Return whether a block only reports: with all its branches, it only prints or ends the
+    script. It must have commands, all of whose names are in `REPORTING` or `commands`, and may
+    neither write a file, set a variable nor run others by ``$(…)``, except ``$(date)`` and
+    ``$(hostname)``. A comment only reports, too; an empty block does not."""
     kinds = {inner.type for inner in descend(node)}
     names = {source(command.child_by_field_name("name")) for command in commands_of(node)}
     runs_others = re.search(r"`|\$\((?!\(|date|hostname)", source(node))
@@ -46,8 +49,9 @@ def only_reports(node: Node, commands: Set[str] = frozenset()) -> bool:
 
 
 def is_last(node: Node) -> bool:
-    """Return whether nothing but prints stands behind a node in its script. In a loop or a
-    function, and in the text of another command, it is never the last."""
+    """Return whether a node is the last in its script that does something: at most prints, and
+    other branches of an ``if`` or ``case`` around it, stand behind it. A node in a loop, a function
+    or another command is never the last."""
     blocks = {"program", "if_statement", "elif_clause", "else_clause", "case_statement",
               "case_item", "compound_statement"}  # fmt: skip
     while node.parent and node.parent.type in blocks:
@@ -141,10 +145,11 @@ def _is_print(node: Node) -> bool:
     return is_plain and source(node.child_by_field_name("name")) in ("echo", "printf")
 
 
-def exit_in_place_of(text: str, words: str) -> str:
-    """Return bash code, `text`, with ``exit`` in place of its commands `words`, as
-    ``return|continue|break``, which would leave a function or a loop around it: ``[ -d a ] || exit
-    1`` for ``[ -d a ] || return 1``. Those of a loop, or a function, in the text itself stay."""
+def exit_in_place_of(words: str, text: str) -> str:
+    """Return bash code, `text`, with ``exit`` in place of commands that would leave a function or a
+    loop around it, which the job does not have: ``[ -d a ] || exit 1`` for ``[ -d a ] || return
+    1``. `words` are those commands, with ``|`` between (``return|continue|break``), '' for none.
+    Commands of a loop, or a function, in the text itself stay."""
     if re.search(r"\b(for|while|until|select)\s", text):
         words = "return" if "return" in words else ""
     if not words or re.search(r"\bfunction\s|\(\s*\)", text):

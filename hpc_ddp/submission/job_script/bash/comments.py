@@ -1,4 +1,5 @@
-"""Comments of a job script: here-documents that are one, and those that end a command."""
+"""Comments of a job script: here-documents that are comments, and backslashes at the end of a line
+that a comment or a blank keeps from joining it with the next one."""
 
 from __future__ import annotations
 
@@ -21,16 +22,18 @@ def is_comment(node: Node) -> bool:
 
 
 def lines_with_cutting_comment(text: str) -> list[int]:
-    """Return the lines of a script, from 1, with a comment that ends the command of the line
-    before, which a backslash seems to continue behind the comment. Raise as `syntax.parse`."""
+    """Return the numbers, from 1, of lines that are a comment and cut a command in two: the line
+    before ends with a backslash, and the lines behind seem to go on with it (``--lr 1``), while
+    bash ends the command at the comment. Raise as `syntax.parse`."""
     lines = text.split("\n")
     comments = {node.start_point[0] for node in all_below(parse(text)) if node.type == "comment"}
     return [n + 1 for n in sorted(comments) if n and _comment_ends_command(lines[n - 1 :])]
 
 
 def _comment_ends_command(lines: list[str]) -> bool:
-    """Return whether the first of some lines goes on, by a backslash, in a comment, behind which
-    more of its command seems to come: an option, or an indented word."""
+    """Return whether a comment, the second of some `lines`, ends the command of the first, which a
+    backslash would continue: ``srun a.out \\``, ``# old:``, ``  --lr 1``. The next line of code
+    must begin with an option, or with blanks and a word."""
     behind = next((line for line in lines[1:] if line.strip()[:1] not in ("", "#")), "")
     starts = [line.lstrip()[:1] == "#" for line in lines[:2]]
     is_continued = re.search(r"(?<!\\)\\$", lines[0]) and starts == [False, True]
@@ -38,9 +41,10 @@ def _comment_ends_command(lines: list[str]) -> bool:
 
 
 def join_lines_cut_by_blanks(text: str) -> tuple[str, list[int]]:
-    """Return a script in which a backslash that a blank or a comment follows ends its line, where
-    the next line begins with an option or a file of Python; and the lines, from 1, where that is
-    so. bash ends the command there, with a word of one blank, which no program expects."""
+    """Return a script whose backslashes join two lines as they are meant, and the numbers of the
+    changed lines, from 1. In these a blank or a comment stands behind the backslash, so that bash
+    ends the command there, though the next line begins with an option or a file of Python. It is
+    removed: ``a.out \\ # new`` becomes ``a.out \\``."""
     lines, cut = text.split("\n"), []
     for index, line in enumerate(lines[:-1]):
         ends = re.search(r"(?<!\\)\\[ \t]+(#.*)?$", line)

@@ -1,4 +1,5 @@
-"""Conditions of a job script whose truth follows from it, and the branches that they choose."""
+"""Conditions of ``if`` and ``case`` in a job script: whether they hold in the job, as far as the
+script tells, and the branches that they choose."""
 
 from __future__ import annotations
 
@@ -181,10 +182,8 @@ def _is_empty(words: list[Word], scope: Scope, is_guessed: bool) -> bool | None:
             name in of_gpus or name in scope.texts or _OF_EACH_JOB.fullmatch(name) for name in names
         )
         return False if is_set else None
-    if any(
-        scope.has_unknown_names or name in scope.values or name in scope.shell_names
-        for name in names
-    ):
+    is_known = not {*names}.isdisjoint(scope.values.keys() | scope.shell_names)
+    if is_known or (names and scope.has_unknown_names):
         return None
     if not is_guessed and not scope.guesses.issuperset(names):
         return None
@@ -206,8 +205,8 @@ def branches_of(node: Node) -> Iterable[Branch]:
 
 
 def variable_with_default(branches: list[Branch]) -> str:
-    """Return the variable to which an ``if`` of one branch gives a default, and does nothing else,
-    as ``if [ -z "$A" ]; then A=8; fi``; '' for another ``if``."""
+    """Return the variable, A, for the branches of an ``if`` that only gives it a default: ``if [ -z
+    "$A" ]; then A=8; fi``. '' for any other ``if``."""
     (condition, lines), *elses = branches
     test = _ASKS_UNSET.fullmatch(source(condition[0]).strip()) if len(condition) == 1 else None
     if elses or test is None:
@@ -220,9 +219,9 @@ def variable_with_default(branches: list[Branch]) -> str:
 
 
 def branch_without_arguments(branches: list[Branch]) -> int | None:
-    """Return the index of the branch of an ``if [ -n "$1" ]``, or with ``-z``, that runs where the
-    script has no arguments; the number of branches where none does. None for another ``if``, and
-    where this branch ends the script."""
+    """Return the index of that one of the `branches` of an ``if [ -n "$1" ]``, or with ``-z``,
+    which runs if the script has no arguments; the number of branches if none does. None for another
+    ``if``, and if the branch ends the script."""
     (condition, _), *elses = branches
     test = _ASKS_ARGUMENT.fullmatch(source(condition[0]).strip()) if len(condition) == 1 else None
     if test is None or len(elses) > 1 or (elses and elses[0][0]):
@@ -296,8 +295,8 @@ def running_case_branch(node: Node, scope: Scope) -> int | None:
 
 
 def lines_that_do_not_run(branches: Iterable[Branch], chosen: int) -> Iterator[tuple[Node, str]]:
-    """Yield the lines of those branches of an ``if`` that do not run, each with the reason.
-    `chosen` is from `running_branch`."""
+    """Yield the lines of all `branches` but the `chosen` one (an index, as from `running_branch`),
+    each with the reason why it does not run."""
     for index, (_, lines) in enumerate(branches):
         reason = "its condition is false" if index < chosen else "an earlier branch runs"
         yield from ((line, reason) for line in lines if index != chosen)

@@ -64,8 +64,9 @@ def fill_in_parts(code: str, scope: Scope) -> str:
 
 
 def known_part(word: Word, scope: Scope) -> Word | None:
-    """Return the text of a `word` of code that `fill_in_parts` fills in; None where it can't, or
-    takes the last number for the only one, and where a file may have changed a value."""
+    """Return a `word` of code, as ``${A#*:}``, as the text that `fill_in_parts` makes of it. None
+    where code is left, where a file may have changed a variable's value, and for a search for
+    digits (`_DIGITS`), of which only the last number would be known."""
     text = word.text if _DIGITS.search(word.text) else fill_in_parts(word.text, scope)
     is_doubtful = any(doubts_in(scope.values.get(name)) for name in word.names)
     return None if is_doubtful or re.search("[$`]", text) else literal(text, word.line)
@@ -85,8 +86,8 @@ def _text_of(name: str, scope: Scope, pending: tuple[str, ...] = ()) -> str | No
 
 
 def _cut(text: str, operator: str, pattern: str, new: str | None) -> str:
-    """Return what bash makes of a value, `text`, by ``${NAME#pattern}`` or another `operator`;
-    `new` stands behind the pattern of ``/``."""
+    """Return what bash makes of a value, `text`, by ``${NAME#pattern}``; the `operator` may also be
+    ``##``, ``%``, ``%%``, or ``/`` and ``//``, which put `new` (None: nothing) in its place."""
     pattern = re.sub(r"\\(.)", r"[\1]", pattern).replace("[^", "[!").replace("[:digit:]", "0-9")
     expression = fnmatch.translate(pattern)[:-2]  # without the end of the text
     if operator in ("/", "//"):
@@ -108,7 +109,8 @@ def _characters(text: str, start: str, count: str | None) -> str:
 
 
 def _field(text: str, command: str, sign: str, number: str) -> str:
-    """Return the field that `command` prints of `text`, with `sign` between two fields."""
+    """Return the field that ``cut -d`` or ``awk -F``, the `command`, prints of `text`: that of a
+    `number`, or the last for "NF", with `sign` between two fields."""
     fields = text.split(sign)
     if command.startswith("cut") and len(fields) == 1:
         return text
@@ -164,9 +166,10 @@ def count_read_devices(text: str, values: Mapping[str, Value]) -> dict[str, str]
 
 
 def _length(array: Value, are_few: bool) -> str:
-    """Return the number of an array's elements: ``$SLURM_NNODES`` for the names of the job's nodes,
-    as of ``A=($(scontrol show hostnames))``, which are ten at most if they `are_few`. '' where it
-    is not known, and for no array."""
+    """Return the number of an array's elements as code: ``4``, or ``$SLURM_NNODES`` for the names
+    of the job's nodes, as of ``A=($(scontrol show hostnames))``. Behind ``| head``, which gives ten
+    at most, the latter holds only where the nodes `are_few`. '' where the number is not known, and
+    for a value that is no array."""
     if not isinstance(array, list):
         return ""
     nodes = _LISTS_NODES.fullmatch(array[0].text) if len(array) == 1 else None

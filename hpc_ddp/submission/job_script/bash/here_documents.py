@@ -6,6 +6,7 @@ import re
 from itertools import count
 
 _NO_END = r"(?:''|\"\")"  # of a line: all of the text is read
+# read -r -d '' NAME <<EOT, with the text up to EOT.
 _READ = re.compile(
     rf"^[ \t]*read[ \t]+(?:-r[ \t]+-d[ \t]+{_NO_END}|-d[ \t]+{_NO_END}[ \t]+-r|-rd[ \t]+{_NO_END})"
     r"[ \t]+(?P<name>\w+)[ \t]*"
@@ -13,6 +14,7 @@ _READ = re.compile(
     r"(?:\|\|[ \t]*(?:true|:))?[ \t]*\n(?P<body>(?:.*\n)*?)\t*(?P=mark)[ \t]*$",
     re.M,
 )
+# bash <<EOT, with the text up to EOT.
 _SHELL = re.compile(
     r"^(?P<command>(?![ \t]*#)(?:[^\n]*[ \t/])?(?:bash|sh)(?:[ \t]+-[le]+)*)[ \t]*"
     r"<<-?[ \t]*(?P<quote>['\"]?)(?P<mark>\w+)(?P=quote)[ \t]*\n"
@@ -68,25 +70,26 @@ def with_plain_ends(text: str) -> str:
 def as_assignments(text: str) -> str:
     """Return a script in which each ``read -r -d '' NAME <<EOF``, with its text up to ``EOF``, is
     an assignment of that text to NAME, on as many lines."""
-    return _READ.sub(_assignment, text)
+    return _READ.sub(_to_assignment, text)
 
 
 def as_bash_c(text: str) -> str:
     """Return a script in which each shell that reads its commands from a here-document, as ``bash
     <<EOF``, gets them as a text: ``bash -c '…'``. Lines keep their numbers."""
-    return _SHELL.sub(_shell_with_text, text)
+    return _SHELL.sub(_to_bash_c, text)
 
 
-def _shell_with_text(match: re.Match[str]) -> str:
-    """Return the command with its text for a match of `_SHELL`."""
+def _to_bash_c(match: re.Match[str]) -> str:
+    """Return ``bash -c '…'``, with the commands as its text, for a match of `_SHELL`."""
     body = "\n" + match["body"]
     content = "'" + body.replace("'", r"'\''") + "'" if match["quote"] else as_quoted(body)
     return f"{match['command']} -c {content}"
 
 
-def _assignment(match: re.Match[str]) -> str:
-    """Return the assignment for a match of `_READ`. Blanks and ends of lines around the text are
-    removed, as by `read`. In a text whose mark has no quotes bash fills in variables."""
+def _to_assignment(match: re.Match[str]) -> str:
+    """Return ``NAME='…'`` for a match of `_READ`, on as many lines. Blanks and ends of lines around
+    the text are removed, as by `read`; a text in which bash fills in variables, since its mark has
+    no quotes, stands in double quotes."""
     body = match["body"]
     if match["dash"]:
         body = re.sub(r"^\t+", "", body, flags=re.M)
@@ -99,12 +102,13 @@ def _assignment(match: re.Match[str]) -> str:
 
 
 def as_quoted(text: str) -> str:
-    """Return the text of a here-document whose mark has no quotes in double quotes, in which bash
-    makes the same of it: a quote alone needs a backslash; one before it, another."""
+    """Return the text of a here-document without quotes around its mark (``<<EOT``) as a word in
+    double quotes, of which bash makes the same: each ``"`` in it gets a backslash."""
     return '"' + re.sub(r'(\\*)"', _escape_quote, text) + '"'
 
 
 def _escape_quote(match: re.Match[str]) -> str:
-    """Return a double quote, and the backslashes before it, as they are written in quotes."""
+    """Return a double quote, and the backslashes [1] before it, as they stand in double quotes: an
+    odd number of backslashes gets one more, and the quote its own."""
     backslashes: str = match[1]
     return backslashes + "\\" * (len(backslashes) % 2) + '\\"'

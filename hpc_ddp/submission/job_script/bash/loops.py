@@ -107,9 +107,9 @@ def _tried_command(loop: Node, statements: list[Node]) -> Node | None:
 
 
 def _command_before(end: Node) -> Node | None:
-    """Return the command after whose success the statement `end` leaves its loop; None for a
-    statement of another form. The command is in it, as in ``command && break`` and in ``if
-    command; then break; fi``, or in front of it, as of ``[ $? -eq 0 ] && break``."""
+    """Return the command after whose success the statement `end` leaves its loop: it is in that, as
+    in ``command && break`` and ``if command; then break; fi``, or in front of it, as of ``[ $? -eq
+    0 ] && break``. None for a statement of another form."""
     text = source(end)
     if _AFTER_SUCCESS.fullmatch(text):
         command: Node | None = end.prev_named_sibling

@@ -12,18 +12,21 @@ from hpc_ddp.submission.job_script.bash.quotes import without_quoted_texts
 
 Node = Any  # a tree_sitter.Node: the package is optional
 Span = tuple[int, int]  # the first byte, and the one behind the last
-# Also of an option; but not a redirection, which has a word behind it: sort <a> b.
+# A placeholder, <yours>, as a word or behind an option's =; but not a redirection, which has a word
+# behind it: sort <a> b.
 _PLACEHOLDER = re.compile(
     rb"(?m)(?<!\S)<[A-Za-z][\w .-]*>(?=[ \t]*(?:$|#|\\\n|<[A-Za-z])|[ \t]+-|[:/]\S)"
     rb"|(?<==)<[A-Za-z][\w .-]*>(?=\s|$|[/:$\w])|(?<=[\w/])<[A-Za-z][\w .-]*>(?=/)"
     rb"|(?<=/)<[A-Za-z][\w-]*>(?=[\s.\w]|$)"
     rb"|(?<==)[ \t]*#[ \t]*<[A-Za-z][\w .-]*>(?=[ \t]*$)"  # A=# <B>, also a comment
 )
+# Arguments of the script or a function: those without a default; all of them together.
 _ARGUMENTS = re.compile(r"(?<!\\)\$(?:[1-9@*#]|\{(?:[1-9@*](?!:?-)[^}]*|#)\})")
 ALL_ARGUMENTS = re.compile(r"(?<!\\)\$(?:[@*]|\{[@*](?::\s*[1-9]\d*(?::\d+)?)?\})")
-# Lines that end within a word, and what follows of it.
+# A piece of a word; and the rest of a word behind a line's end (a backslash) within it.
 _CHUNK = rb"""(?:\$\([^()]*\)|[^\s\\"'`;&|()<>]|"(?:\\.|[^"\\])*"|'[^'\n]*'|\\[^\n])+"""
 _BROKEN_WORD = re.compile(rb"(?:(?:\\\n)+%b)+" % _CHUNK, re.S)
+# Types of nodes that may be a piece of a word; and of those whose code is text.
 _OF_WORDS = ("word", "string", "raw_string", "concatenation", "number", "command_name", "=",
              "simple_expansion", "expansion", "command_substitution")  # fmt: skip
 _BARE_TEXT = re.compile(rb"[ \t]*<<[^<]")  # a here-document that has no command
@@ -178,16 +181,14 @@ def source(node: Node) -> str:
 
 def uses_arguments(text: str, are_none: bool = False) -> bool:
     """Return whether bash code, `text`, uses the arguments of its script or function: ``$1``,
-    ``$@``, ``$*`` or ``$#``. Those with a default, as ``${1:-x}``, do not count; nor do those of
-    functions that are defined in it, of
-    awk or Python, in single quotes; nor, where the script gets no arguments (`are_none`), ``$@``
-    and ``$*``, which are then nothing."""
+    ``$@``, ``$*`` or ``$#``. Those with a default (``${1:-x}``) do not count; nor do those of
+    functions that the code defines, and of awk or Python, in single quotes; nor, where the script
+    gets no arguments (`are_none`), ``$@`` and ``$*``, which are then nothing."""
     code = without_quoted_texts(text)
     uses = _ARGUMENTS.search(ALL_ARGUMENTS.sub("", code) if are_none else code)
     if uses and re.search(r"\(\)|\bfunction\s", code):  # a function's body has its own
         root = parse(text)
-        functions = [n for n in all_below(root) if n.type == "function_definition"]
-        if functions:
+        if functions := functions_in(root):
             code = source(root)
             for node in functions:
                 code = code.replace(source(node), " ", 1)
@@ -202,8 +203,8 @@ def commands_of(node: Node) -> list[Node]:
 
 
 def body_of(node: Node) -> Node:
-    """Return the body of a function, or of a ``for``; any other node itself. It is so for
-    ``while`` and ``until``, whose conditions may have a launch, too."""
+    """Return the body of a function or of a ``for``; any other node itself, also a ``while`` or
+    ``until``, whose condition is searched for launches, too."""
     body = None if node.type == "while_statement" else node.child_by_field_name("body")
     return body or node
 
@@ -283,9 +284,9 @@ def files_written(text: str) -> set[str]:
 
 
 def reads_input(node: Node, command: Node) -> bool:
-    """Return whether `command` reads another command's output, or whether a file or a text is
-    redirected to `node`. That is the pipeline or redirection around the command, or the command
-    itself."""
+    """Return whether `command` reads another command's output, a file or a text on its standard
+    input: ``a | command``, ``command < file``, ``command <<EOT``. `node` is the pipeline or the
+    redirection around the command, or the command itself."""
     is_first = node.type != "pipeline" or commands_of(node)[0].start_byte == command.start_byte
     kinds = ("heredoc_redirect", "herestring_redirect")
     return not is_first or any(
@@ -299,6 +300,11 @@ def all_below(node: Node) -> Iterator[Node]:
     yield node
     for child in node.named_children:
         yield from all_below(child)
+
+
+def functions_in(node: Node) -> list[Node]:
+    """Return the definitions of functions in a node, in the script's order."""
+    return [inner for inner in all_below(node) if inner.type == "function_definition"]
 
 
 def descend(node: Node) -> Iterator[Node]:
@@ -321,8 +327,9 @@ def lines_of(node: Node) -> tuple[int, int]:
 
 def shift_of(node: Node, text: str, line: int) -> int | None:
     """Return the number to add to a line of `text` to get that line's number in the script. `text`
-    is the value of the last word of the command `node`, as of ``bash -c '…'``, from `line` on. None
-    where the word is no single text in quotes, or has not the text's lines."""
+    is the value of the last word of the command `node`, as of ``bash -c '…'``; `line` is the
+    script's line with its beginning. None where the word is no single text in quotes, or has other
+    lines than the text, as with a variable in it."""
     last_word = node.named_children[-1]
     has_same_lines = source(last_word).count("\n") == text.count("\n")
     is_whole = has_same_lines and line == last_word.start_point[0] + 1

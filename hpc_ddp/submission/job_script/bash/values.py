@@ -1,4 +1,4 @@
-"""Values of variables."""
+"""Values of a script's variables, and what can be done with them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Counted(IntEnum):
     COMMANDS = 2  # also those whose form or name suggests a training
 
 
-# A variable's: a word, those of an array, or None for what only the job knows.
+# The value of a variable: a word, the words of an array, or None if only the job knows it.
 Value = Word | list[Word] | None
 
 
@@ -45,13 +45,13 @@ def with_doubt(assigned: Word | list[Word], doubt: Doubt) -> Value:
 
 
 def without_tail(words: list[Word], tail: Word) -> list[Word]:
-    """Return `words` without the last one if its text is that of `tail`."""
+    """Return `words` without the last one if that has the text of `tail`; else all of them."""
     return words[:-1] if words and words[-1].text == tail.text else words
 
 
 def is_readable(assigned: Word, is_quoted: bool) -> bool:
-    """Return whether a value can stand in place of its variable. `is_quoted` says that the variable
-    is in double quotes.
+    """Return whether a value can stand in place of its variable in a word; else the variable stays.
+    `is_quoted` says that it is in double quotes.
 
     - ``a-$B``, text and plain names, can; so can a text with blanks, as ``srun $(which python)``
     - ``$(date)`` can't: the job has to run it once
@@ -90,9 +90,9 @@ def fill_in_home(text: str) -> str:
 
 
 def join_paths(folders: Sequence[Value], unknown: Set[str]) -> str:
-    """Return the path to which a ``cd`` from the first of two folders to the second leads, with
-    `fill_in_home`. '' where only the job knows it, as with a variable that is `unknown`, and where
-    there are not two."""
+    """Return the path to which a ``cd`` leads: `folders` are the one that it starts in, and the
+    words behind ``cd``. '' where only the job knows it, as with one of the `unknown` variables, and
+    for other than one word."""
     words = [folder for folder in folders if isinstance(folder, Word)]
     texts = [fill_in_home(word.text) for word in words]
     if [*map(len, (folders, words))] != [2, 2] or any({*word.names} & unknown for word in words):

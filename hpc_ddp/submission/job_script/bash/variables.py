@@ -1,7 +1,4 @@
-"""The variables of a script at one point, and the words that its nodes stand for there.
-
-tree-sitter parses; decision 018 has the reasons.
-"""
+"""The variables of a script at one point, and the words that its nodes stand for there."""
 
 from __future__ import annotations
 
@@ -46,8 +43,8 @@ _ARRAY = re.compile(r"\$\{(\w+)\[[@*]\]\}")
 OF_A_JOB = re.compile(
     rf"SLURM\w*|HOME|USER|LOGNAME|TMPDIR|HOSTNAME|CUDA_VISIBLE_DEVICES|WITH_CONDA|{OF_A_RANK}"
 )
-# Code for all of an array, or of another variable, that `leave_open` has left open: ${NAME[@]:0}
-# and ${NAME-}. These forms are no plain names, so that no value takes their place.
+# Code that `leave_open` puts behind the value of an array, ${NAME[@]:0}, and of another variable,
+# ${NAME-}. These forms are no plain names, so that no value takes their place.
 TAILS = ("[@]:0", "-")
 # IFS as it was, or as it is in bash.
 _DEFAULT_IFS = re.compile(r"\"?\$\{?\w+\}?\"?|\$' \\t\\n'")
@@ -59,19 +56,16 @@ _CHANGES = re.compile(r"S?RANDOM|SECONDS|LINENO|BASHPID|EPOCH(REAL)?SECONDS")  #
 
 @dataclass
 class Scope:
-    """The variables of a script at one point: `values` by name, None for a value that only the job
-    knows. `numbers` and `texts` are values of Slurm's variables that follow from the directives.
-    `has_unknown_names`: an unknown text may have set any. `versions`: how often each has been set
-    so far."""
+    """The variables of a script at one point, and what follows from its directives."""
 
-    values: dict[str, Value] = field(default_factory=dict)
-    numbers: dict[str, int] = field(default_factory=dict)
-    texts: dict[str, str] = field(default_factory=dict)
+    values: dict[str, Value] = field(default_factory=dict)  # None: only the job knows the value
+    numbers: dict[str, int] = field(default_factory=dict)  # of Slurm's variables, by directives
+    texts: dict[str, str] = field(default_factory=dict)  # the same as Slurm writes them, and others
     not_set: set[str] = field(default_factory=set)  # by Slurm, for lack of an option
     arguments: Sequence[Word] | None = None  # of the script, function or bash -c; None: unknown
     arguments_are_set: bool = False  # a set-up line gives the job the script's arguments
     lacks_arguments: bool = False  # the script is taken to be submitted without any
-    has_unknown_names: bool = False
+    has_unknown_names: bool = False  # a file or text that is not known may have set any variable
     secrets: dict[str, Word] = field(default_factory=dict)  # values of variables that hold one
     hides: Callable[[str, str], bool] = lambda name, text: False  # whether a value is a secret
     formatted: set[str] = field(default_factory=set)  # variables whose values bash changes
@@ -80,7 +74,7 @@ class Scope:
     shell_names: Set[str] = frozenset()  # the variables of the shell that will submit
     earlier: dict[str, Value] = field(default_factory=dict)  # the last known value of each None
     gpu_counts: dict[str, str] = field(default_factory=dict)  # lengths of arrays of GPUs, by name
-    versions: Counter[str] = field(default_factory=Counter)
+    versions: Counter[str] = field(default_factory=Counter)  # how often each has been set so far
     guesses: set[str] = field(default_factory=set)  # variables that are taken to be unset
     loaded_functions: dict[str, str] = field(default_factory=dict)  # bodies, of files, by name
     defaults: set[str] = field(default_factory=set)  # those whose defaults are used: ${NAME:-x}
@@ -118,8 +112,8 @@ class Scope:
         return result
 
     def word(self, node: Node | None) -> Word:
-        """Return the value in an assignment, `node`, as one word, which is not split; an empty word
-        for None, as of ``A=``."""
+        """Return the value in an assignment, `node`, as one word, which is not split at blanks; an
+        empty word for None, as of ``A=``."""
         if node is None:
             return literal("")
         is_plain = not node.named_children  # is read as if quoted: in A=*.py the star is a star
@@ -127,10 +121,12 @@ class Scope:
         return Word(tuple(parts), node.start_point[0] + 1)
 
     def assign(self, node: Node) -> str:
-        """Set the variable of a ``variable_assignment``, also by ``+=``, and return its name. Its
-        value becomes None by an assignment to one element of an array, or that needs an old value
-        which is not known, and for one of `_CHANGES`, `formatted` or `secrets`. A secret's value
-        goes to `secrets`. Words added to an open variable change only its version."""
+        """Set the variable of an assignment, `node`, also by ``+=``, and return its name.
+
+        The value becomes None by an assignment to one element of an array, or that needs an old
+        value which is not known, and for one of `_CHANGES`, `formatted` or `secrets`. A secret's
+        value goes to `secrets`. Words added to an open variable (`leave_open`) change only its
+        version."""
         target, content = node.child_by_field_name("name"), node.child_by_field_name("value")
         name = re.match(r"\w*", source(target))[0]  # type: ignore[index]
         if name == "IFS":
@@ -162,12 +158,12 @@ class Scope:
         return self.secrets.get(name, self.values[name])
 
     def leave_open(self, name: str) -> None:
-        """Put code behind the value of the variable `name`, which must be set, that stands for all
-        words that the job adds to it: ``srun a.out`` becomes ``srun a.out ${NAME-}``. Where the
-        code is there already, or the value is None, only the version changes.
+        """Leave the variable `name`, which must be set, open for words that the job adds to it: the
+        value ``srun a.out`` becomes ``srun a.out ${NAME-}``. Where that code is there already, or
+        the value is None, only the version changes.
 
-        The caller has to make the variable empty at the beginning of the job: then the code is the
-        added words alone (`open_commands`).
+        In the job the variable has to be empty at first (`open_commands.leave_empty`): then
+        ``${NAME-}`` is the added words alone.
         """
         old = self.values[name]
         self.versions[name] += 1
@@ -182,7 +178,7 @@ class Scope:
             self.values[name] = replace(old, parts=(*parts, part))
 
     def _is_left_open(self, name: str) -> bool:
-        """Return whether `leave_open` has put code behind the value of the variable `name`."""
+        """Return whether `leave_open` has left the variable `name` open."""
         old = self.values.get(name)
         words = old[-1:] if isinstance(old, list) else [old] if old else []
         parts = [part for word in words for part in word.parts[-1:]]
@@ -236,14 +232,15 @@ class Scope:
                 self.arguments = None
 
     def change_folder(self, words: Sequence[Word]) -> None:
-        """Set PWD to the folder of a ``cd``, whose command has these `words`; to None where only
-        the job knows it, and for a ``cd`` without a folder or with options."""
+        """Set PWD to the folder to which a ``cd`` of these `words` leads; to None where only the
+        job knows it, and for a ``cd`` without a folder or with options."""
         changed = {"HOME", "USER"} & self.values.keys()  # set by the script, to what is not known
         path = join_paths([self.values.get("PWD"), *words[1:]], changed)
         self.set("PWD", literal(path) if path else None)
 
     def is_stale(self, word: Word) -> bool:
-        """Return whether a variable of a word has been set again since the word was read."""
+        """Return whether a word is stale: a variable of its code has been set again since the word
+        was read, so that the code would have another value now."""
         return any(part.version < self._version(part.text) for part in word.code)
 
     def _version(self, code: str) -> int:
@@ -329,10 +326,11 @@ class Scope:
         if text in ("$#", "${#}") and self.arguments is not None:
             yield Part(str(len(self.arguments)))
         elif is_number and (is_given or not operator):
-            yield from (replace(p, splits=not is_quoted) for p in self._argument_parts(int(name)))
+            words = (self.arguments or ())[int(name) - 1 : int(name)]  # none where there is none
+            yield from (replace(p, splits=not is_quoted) for word in words for p in word.parts)
         elif isinstance(assigned, list) and (array or not match or not operator):
-            words = assigned if array or is_all else assigned[:1]  # $A: the first element
-            for index, word in enumerate(words):
+            elements = assigned if array or is_all else assigned[:1]  # $A: the first element
+            for index, word in enumerate(elements):
                 yield from [Part(" ", splits=not is_quoted)] if index else []
                 yield from (replace(part, splits=not is_quoted) for part in word.parts)
         elif (
@@ -346,11 +344,6 @@ class Scope:
         else:
             is_one_word = name in self.secrets and " " not in self.secrets[name].text
             yield self._code_part(text, is_quoted or is_one_word)
-
-    def _argument_parts(self, number: int) -> Iterator[Part]:
-        """Yield the parts of an argument by its `number`, from 1; nothing where there is none."""
-        for word in (self.arguments or ())[number - 1 : number]:
-            yield from word.parts
 
     def _default_parts(
         self, match: re.Match[str], nodes: list[Node], is_quoted: bool
@@ -394,12 +387,8 @@ class Scope:
             return True
         # Only the job knows an argument behind a `set --` or `getopts`.
         is_of_job = name.isdigit() and self.arguments_are_set and self.arguments is None
-        if (
-            self.has_unknown_names
-            or OF_A_JOB.fullmatch(name)
-            or is_of_job
-            or name in self.shell_names
-        ):
+        is_of_job = is_of_job or bool(OF_A_JOB.fullmatch(name))
+        if self.has_unknown_names or is_of_job or name in self.shell_names:
             return False
         if self.arguments is None or not name.isdigit():
             self.defaults.add(name)

@@ -25,11 +25,19 @@ Doubt = tuple[str, int]  # a variable, and the line of a command that may have s
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a word: text, or code as ``$NAME`` and ``$(date)``. `splits` says that it stands
-    outside of quotes, where the shell splits it at blanks. `version` is the sum of
-    ``Scope.versions`` over the code's variables at the time when the part was read. `doubt` is the
-    variable whose value the part is, and the line of a command that may have set it anew; None for
-    a part whose value is certain."""
+    """A part of a word: `text`, or code as ``$NAME`` and ``$(date)`` if `is_code`.
+
+    Attributes
+    ----------
+    splits
+        whether it stands outside of quotes, where the shell splits it at blanks
+    version
+        how often the code's variables had been set, all together, when the part was read: by that
+        `Scope.is_stale` knows whether one has been set again
+    doubt
+        the variable whose value the part is, and the line of a command that may have set it anew;
+        None for a certain value
+    """
 
     text: str
     is_code: bool = False
@@ -136,8 +144,8 @@ def join_words(*pieces: str | Word) -> Word:
 
 
 def split_words(word: Word) -> list[Word]:
-    """Return the words that the shell makes of `word` by splitting at blanks the texts that stand
-    outside of quotes (``splits``). Code is never split; of a word without parts no word is left."""
+    """Return the words into which the shell splits `word` at blanks: those of its text outside of
+    quotes. Code is never split. [] for a word without parts."""
     if not any(part.splits and not part.is_code for part in word.parts):
         return [word] if word.parts else []
     return split_at(word, r"(?:\s|\\\n)+", only_unquoted=True)
@@ -167,9 +175,9 @@ def split_at(word: Word, separator: str, only_unquoted: bool = False) -> list[Wo
 
 
 def text_part(node: Node, start: int, end: int, is_quoted: bool) -> Iterator[Part]:
-    """Yield the text of a word (`node`) from byte `start` of the script to `end` as one part, or
-    nothing for an empty text. Within double quotes (`is_quoted`) backslashes of escapes go, except
-    at a line's end, and a mere quote is nothing."""
+    """Yield the text of a word, `node`, from byte `start` of the script to byte `end`, as one part;
+    nothing for an empty text. In double quotes (`is_quoted`) it is without the backslashes of
+    escapes, but for those at a line's end, and a quote alone counts as empty."""
     text = node.text[start - node.start_byte : end - node.start_byte].decode()
     if is_quoted and text == '"':
         return

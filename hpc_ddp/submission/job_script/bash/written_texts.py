@@ -1,4 +1,5 @@
-"""The texts that commands of a script write into files."""
+"""The texts that commands of a script write into files: a configuration, say, that the launch
+reads."""
 
 from __future__ import annotations
 
@@ -54,17 +55,20 @@ def write_texts(node: Node, scope: Scope, texts: dict[str, str]) -> None:
 
 
 def _may_end(text: str) -> bool:
-    """Return whether a list of commands may end before its last command, as by a test in it."""
+    """Return whether a list of commands, `text`, may end before its last command: it has a ``||``,
+    or a command before ``&&`` that may fail, as a test."""
     return "||" in text or not all(
         _SUCCEEDS.match(command.strip()) for command in text.split("&&")[:-1]
     )
 
 
 class _Writer:
-    """Follows commands, with the variables of `scope`, as they write into `texts`, by path.
+    """Follows commands, with the variables of `scope`, and writes into `texts`, by path, what they
+    write into files.
 
-    A method that is named after a type of node, as ``_pipeline``, returns what such a node prints,
-    where it reads `stdin`; None stands for what is not known.
+    A method that is named after a type of node, as ``_pipeline``, does so for such a node: it gets
+    the text that the node reads on its standard input, `stdin`, and returns the text that the node
+    prints. None stands for a text that is not known.
     """
 
     def __init__(self, scope: Scope, texts: dict[str, str]) -> None:
@@ -72,11 +76,11 @@ class _Writer:
         self._folder = text_of(scope.values.get("PWD"))  # '' where it is not known
 
     def output_of(self, node: Node, stdin: str | None) -> str | None:
-        """Follow a node: note in the texts what it writes, and return what it prints.
+        """Follow a node, and return what it prints, None where that is not known.
 
-        A node without a method here, as ``if`` or ``for``, and a list that goes on only where a
-        command has succeeded, or failed, may run its commands or not. The files that these may
-        write are then dropped from the texts, and the result is None.
+        A node without a method here, as ``if`` or ``for``, and a list that may end early
+        (`_may_end`) may run its commands or not. The files that these may write are then removed
+        from the texts, and the result is None.
         """
         method, body = getattr(self, f"_{node.type}", None), redirected_command(node)
         if method and not (body.type == "list" and _may_end(source(body))):
@@ -138,7 +142,8 @@ class _Writer:
         return output
 
     def _redirect(self, node: Node, output: str | None) -> str | None:
-        """Return what is left of a command's `output` behind a redirection."""
+        """Write a command's `output` into the file of a redirection, and return '', which is left
+        of it. A redirection of the input or of errors writes nothing; then return `output`."""
         operator = _WRITES.match(source(node))
         if operator is None:
             return output
@@ -146,8 +151,9 @@ class _Writer:
         return ""
 
     def _write(self, file: Word, text: str | None, is_added: bool) -> None:
-        """Note the text that is written into a file, behind the text in it if it `is_added`. In a
-        folder that is not known, the texts of all files that it may be are removed instead."""
+        """Set the text of a file that `text` is written into, behind the text in it if it
+        `is_added`; remove it where one of both is not known. In a folder that is not known, remove
+        the texts of all files that it may be."""
         if self._folder == _ANY_FOLDER and not path_of(file, "").startswith("/"):
             self._remove(self._paths_of(file))
             return
@@ -197,13 +203,15 @@ class _Writer:
         return "" if name in (":", "true") else None
 
     def _move_to(self, folder: str) -> None:
-        """Take a folder for that of the commands which follow, and for the value of PWD."""
+        """Set the folder of the commands that follow, and PWD to it: '' and `_ANY_FOLDER` stand for
+        one that is not known."""
         self._folder = folder
         is_known = folder not in ("", _ANY_FOLDER)
         self._scope.values["PWD"] = literal(folder) if is_known else None
 
     def _folder_of_move(self, words: list[Word]) -> str:
-        """Return the folder to which a ``cd`` or ``pushd`` of `words` leads."""
+        """Return the folder to which a ``cd`` or ``pushd`` of `words` leads; `_ANY_FOLDER` where it
+        is not known, as for ``cd -`` and ``popd``."""
         path = path_of(words[1], "") if len(words) == 2 and words[1].is_static else "-"
         is_known = path[0] != "-" and (path[0] == "/" or self._folder != _ANY_FOLDER)
         return os.path.normpath(os.path.join(self._folder, path)) if is_known else _ANY_FOLDER
@@ -246,8 +254,9 @@ class _Writer:
         return {p for p in self._texts if any(fnmatch.fnmatchcase(p, form) for form in forms)}
 
     def _patterns_of(self, text: str, has_code: bool) -> list[str]:
-        """Return the patterns of the paths that the text of a word may name, which has a ``*`` of
-        its own, or code, only if it `has_code`."""
+        """Return patterns, as of `fnmatch`, of the paths that a word's `text` may name. Code in it,
+        and a ``*``, stand for any text if the word `has_code`; else all letters stand for
+        themselves. A relative path may be seen from a folder that is not known."""
         pattern = os.path.expanduser(_CODE.sub("*", text) if has_code else glob.escape(text))
         if self._folder != _ANY_FOLDER and not _CODE.match(text):
             pattern = os.path.join(glob.escape(self._folder), pattern)
@@ -258,12 +267,14 @@ class _Writer:
         return [pattern, end, f"*/{end}"]
 
     def _value_of(self, match: re.Match[str]) -> str:
-        """Return the value of a variable, [1] of a match, that is one known text; else its code."""
+        """Return the value of a variable, [1] of a match, if that is one known text; else all that
+        was matched."""
         assigned = self._scope.values.get(match[1])
         return assigned.text if isinstance(assigned, Word) and assigned.is_static else match[0]
 
     def _document(self, node: Node) -> str:
-        """Return the text of a here-document."""
+        """Return the text of a here-document, `node`, with values in it as bash fills them in
+        unless its word has quotes. Behind ``<<-`` lines lose their tabs."""
         parts = {child.type: source(child) for child in node.children}
         text = parts.get("heredoc_body", "")
         if source(node).startswith("<<-"):
@@ -274,7 +285,7 @@ class _Writer:
         return self._fill_in(self._scope.word(assignment.child_by_field_name("value")))
 
     def _fill_in(self, word: Word) -> str:
-        """Return a word as a text, with numbers in place of code that has one."""
+        """Return a word's text, with a number in place of code that has one; other code stays."""
         numbers = [
             (p, whole_number(Word((p,)), self._scope) if p.is_code else None) for p in word.parts
         ]
@@ -283,7 +294,8 @@ class _Writer:
 
 
 def _echo(texts: list[str]) -> str | None:
-    """Return what ``echo`` prints of its arguments."""
+    """Return what ``echo`` prints for its arguments, `texts`; None for a rare escape with ``-e``.
+    Options are removed from `texts`."""
     options = ""
     while texts and re.fullmatch("-[neE]+", texts[0]):
         options += texts.pop(0)
@@ -294,7 +306,8 @@ def _echo(texts: list[str]) -> str | None:
 
 
 def _printf(form: str, *arguments: str) -> str | None:
-    """Return what ``printf`` prints: its `form` again and again, until all `arguments` are used."""
+    """Return what ``printf`` prints: its `form` again and again, until all `arguments` are used.
+    None for rare escapes, conversions other than %s, %d and %i, and options."""
     pieces = re.split(r"%([sdi%])", form)
     text, remaining = "", list(arguments)
     if form[:1] == "-" or any("%" in piece for piece in pieces[::2]):

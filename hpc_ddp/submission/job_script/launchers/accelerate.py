@@ -147,8 +147,8 @@ def take_configuration(launch: Launch, word: Word, writer: ArgumentWriter, cwd: 
 
 
 def _text_of(entry: Any) -> str:
-    """Return a value of a configuration as text: a list's entries with commas between, and of those
-    that are lists or mappings nothing, since aliases may make them endless."""
+    """Return a value of a configuration as text: of a list its entries with commas between, in
+    which '' stands for a list or mapping, since aliases of YAML may make these endless."""
     entries = entry if isinstance(entry, list) else [entry]
     return ",".join("" if isinstance(one, (list, dict)) else str(one) for one in entries)
 
@@ -173,7 +173,7 @@ def take_fsdp_defaults(launch: Launch, writer: ArgumentWriter) -> None:
 def _write_variable(
     name: str, text: str, launch: Launch, writer: ArgumentWriter, line: int
 ) -> None:
-    """Write a variable of Accelerate's launcher into `launch` and the conversion of `writer`,
+    """Set a variable of Accelerate's launcher in `launch` and in the conversion of `writer`,
     unless an option or the configuration has set it (``launch.launcher_variables``). It replaces
     the script's own value in ``env``, which has no effect in the program."""
     if name not in launch.launcher_variables:

@@ -11,7 +11,7 @@ from hpc_ddp.submission.job_script.bash.syntax import uses_arguments
 from hpc_ddp.submission.job_script.bash.words import Word
 from hpc_ddp.submission.job_script.conversion import LOST, Conversion
 
-# A token of a vocabulary, as <mask> and </s>, and no placeholder.
+# A token of a language model's vocabulary, as <mask> and </s>: an argument, and no placeholder.
 _TOKEN = re.compile(
     r"<\|\w+\|>|<[|/]?(?!(path|dir|folder|file|name|user|account|project|partition|email|model|data|dataset|config"
     r"|checkpoint|ckpt|output|input|token|key|id|number|num|value|args?|script|port|host|node|time|n)>)"
@@ -26,7 +26,8 @@ _OF_THE_STEP = ("image", "container", "container-options", "srun", "mpirun", "py
 @dataclass
 class ArgumentWriter:
     """Writes words of a launch as texts of a project file. Adds to `result` the entries of
-    ``expand`` and the set-up lines that these texts need."""
+    ``expand`` (names of variables that hpc-ddp fills in there) and the set-up lines that these
+    texts need."""
 
     result: Conversion
     assigned: set[str]  # the variables that the batch script sets
@@ -36,17 +37,15 @@ class ArgumentWriter:
     has_unknown_names: bool = False  # a line of the batch script may set any variable
     is_evaluated: bool = False  # an ``eval`` makes the launch: bash reads the variables' values
     key: str = "setup"  # of the set-up lines that run where the launch does
-    count: int = 0  # variables ARGUMENTS_n that set-up lines have so far
+    count: int = 0  # of the variables ARGUMENTS_1, ARGUMENTS_2 … that are set so far
     has_arguments: bool = False  # a set-up line sets the script's own arguments
 
-    def write_argument(self, word: Word, at: int) -> str:
-        """Return the text of an argument of line `at`: a variable stands in it as ``$NAME``, and
-        ``expand`` gets NAME.
+    def write_argument(self, word: Word, line: int) -> str:
+        """Return the text of an argument of a `line`, as ``--lr=$LR``, and add LR to ``expand``.
 
-        For some words it is ``${ARGUMENTS_1[@]}``, an array that a new set-up line fills with all
-        that bash makes of the word: where the shell may split it, or it has other code than names
-        of variables; and, in the batch script, where it has a variable of hpc-ddp's with the
-        script's own value.
+        A word becomes ``${ARGUMENTS_1[@]}`` if the shell may split it, if it has other code than
+        names of variables, or if, in the batch script, it has a variable of hpc-ddp's with the
+        script's own value. A new set-up line fills that array with all that bash makes of the word.
         """
         key = "setup" if word.text in self.batch_words else self.key
         is_of_batch = key == "setup"
@@ -58,25 +57,23 @@ class ArgumentWriter:
         has_own_value |= bool({*word.names} & _OF_A_NODE)
         # In a worker $NAME would be hpc-ddp's value, or that of another node.
         if word.stays_one_word and not (is_of_batch and has_own_value):
-            return self.write_single_word(word, at)
-        self.count += 1
-        name = f"ARGUMENTS_{self.count}"
+            return self.write_single_word(word, line)
+        name = self._make_name()
         if self.is_evaluated or (from_batch and not is_of_batch):  # bash reads the values again
-            self.add_to_expand(from_batch, at)  # which exports them for the task
-            self.result.append(key, f'eval "{name}=({word.as_bash(True)})"', at)
+            self.add_to_expand(from_batch, line)  # which exports them for the task
+            self.result.append(key, f'eval "{name}=({word.as_bash(True)})"', line)
         else:
-            self.result.append(key, f"{name}=({word.as_bash()})", at)
+            self.result.append(key, f"{name}=({word.as_bash()})", line)
             of_batch = self.assigned - self.task_variables if not is_of_batch else set()
-            self.add_to_expand([n for n in word.names if n in of_batch], at)
-        self.add_to_expand([f"{name}[@]"], at)
+            self.add_to_expand([n for n in word.names if n in of_batch], line)
+        self.add_to_expand([f"{name}[@]"], line)
         return f"${{{name}[@]}}"
 
     def refuse_word(self, word: Word, key: str, line: int, option: str = "") -> bool:
-        """Return whether a word can't be written: it is a placeholder, or it needs a lost variable,
-        one that only the tasks set (in a setting of the step) or the script's own arguments.
-
-        If so, the word's line, else `line`, is marked as lost. The reason names `option`, which
-        stands before the word, '' for none, and `key`, the setting that the user is to write.
+        """Return whether a word can't be written into the setting `key`: it is a placeholder, or
+        needs a lost variable, one that only the tasks set (in a setting of the step), or the
+        script's own arguments. Then mark its line (`line` for a word without one) as lost, with
+        `key` and the `option` in front of the word ('' for none) in the reason.
         """
         unknown = self.result.unknown
         lacking = [f"{n}, of {unknown[n]}" for n in word.names if n in unknown and n != _ADDRESS]
@@ -97,49 +94,54 @@ class ArgumentWriter:
             self.result.mark(word.line or line, word.line or line, LOST, text.strip())
         return bool(lacking)
 
-    def write_single_word(self, word: Word, at: int) -> str:
-        """Return the text of a word of line `at`, which is taken as one word, though the shell may
-        split it: each variable stands in it as ``$NAME``, and ``expand`` gets NAME. Other code, but
-        for an option's name, becomes ``$ARGUMENTS_1``, which a new line of ``setup`` sets."""
+    def write_single_word(self, word: Word, line: int) -> str:
+        """Return the text of a word of a `line`, as ``--lr=$LR``, and add LR to ``expand``. The
+        word counts as one, though the shell may split it. If it has other code than names, all of
+        it behind ``--option=`` becomes ``$ARGUMENTS_1``, which a new line of ``setup`` sets."""
         if all(part.name for part in word.code):
-            self.add_to_expand(word.names, at)
+            self.add_to_expand(word.names, line)
             return word.text
-        self.count += 1
-        name = f"ARGUMENTS_{self.count}"
+        name = self._make_name()
         quoted = Word(tuple(replace(part, splits=False) for part in word.parts))
         option = "".join(re.findall(r"^--[\w-]+=", word.text))
-        self.result.append("setup", f"{name}={quoted.without_start(len(option)).as_bash()}", at)
-        self.add_to_expand([name], at)
+        self.result.append("setup", f"{name}={quoted.without_start(len(option)).as_bash()}", line)
+        self.add_to_expand([name], line)
         return f"{option}${name}"
 
-    def write_variable(self, name: str, word: Word, at: int) -> None:
-        """Write a variable of the program, with the value `word`, of line `at`: into ``env``, which
-        is set before the set-up lines run. Where these set the variable, or may do so, or where its
-        value has code, it becomes a set-up line behind them; where each task sets it, or has a
-        value of its own (`is_of_worker`), one of the task's."""
-        line = f"export {name}={word.as_bash()}"
+    def write_variable(self, name: str, word: Word, line: int) -> None:
+        """Write a variable of the program, with the value `word`, of a `line`.
+
+        It goes into ``env``, which is set before the set-up lines run. If these set it or may do
+        so, or if its value has code, it becomes a set-up line behind them: one of the task's
+        (`key`) if each task sets the variable, or has another value in it (`is_of_worker`)."""
+        export = f"export {name}={word.as_bash()}"
         is_of_task = name in self.task_variables or any(map(is_of_worker, word.names))
         if is_of_task and self.key != "setup":
-            self.result.append(self.key, line, at)
+            self.result.append(self.key, export, line)
         elif not self.has_unknown_names and name not in self.assigned and word.is_static:
-            self.result.env[name] = word.text, at
+            self.result.env[name] = word.text, line
         else:
-            self.result.append("setup", line, at)
+            self.result.append("setup", export, line)
 
     def protect_texts(self, texts: Mapping[int, Word]) -> None:
-        """Make an array of each argument, of `texts` by index, that has a name of ``expand`` as
-        ``$NAME``, and is a mere text in the script: ``'$HOME'`` beside ``"$HOME"``."""
+        """Keep hpc-ddp from filling in ``$NAME`` in arguments that are mere text in the script, as
+        ``'$HOME'`` beside ``"$HOME"``: such an argument becomes an array that a set-up line fills.
+        `texts` has the arguments without code by their index in ``args``."""
         names = [name for name, _ in self.result.lists.get("expand", ()) if name.isidentifier()]
         for index, word in texts.items():
             _, line = self.result.lists["args"][index]
             if names_in(word.text, names):
-                self.count += 1
-                name = f"ARGUMENTS_{self.count}"
+                name = self._make_name()
                 self.result.append(self.key, f"{name}=({word.as_bash()})", line)
                 self.add_to_expand([f"{name}[@]"], line)
                 self.result.lists["args"][index] = f"${{{name}[@]}}", line
 
-    def add_to_expand(self, names: list[str], at: int) -> None:
-        """Add `names`, of line `at`, to ``expand``."""
+    def _make_name(self) -> str:
+        """Return a new variable's name for a set-up line: ARGUMENTS_1, ARGUMENTS_2 …"""
+        self.count += 1
+        return f"ARGUMENTS_{self.count}"
+
+    def add_to_expand(self, names: list[str], line: int) -> None:
+        """Add `names`, of a `line`, to ``expand``."""
         for name in names:
-            self.result.append("expand", name, at)
+            self.result.append("expand", name, line)

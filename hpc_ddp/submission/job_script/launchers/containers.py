@@ -16,7 +16,7 @@ from hpc_ddp.submission.job_script.launchers.unknown_words import (
     Kind,
     kind_before_command,
     kind_before_image,
-    skip_unknown_options,
+    take_all_options,
 )
 
 # Apptainer's options without a value; all others have one.
@@ -49,10 +49,10 @@ def read_container(words: list[Word], launch: Launch, scope: Scope) -> list[Word
     tool = words[0].text.rsplit("/", 1)[-1]
     if tool != "shifter":
         return _read_singularity(tool, words, launch, scope)
-    remaining, _ = skip_unknown_options(
-        words, launch.take_options(words, _SHIFTER, scope), _SHIFTER, launch, scope,
-        kind_before_command, ("shifter", "container-options = […]"),
-    )  # fmt: skip
+    key = "container-options = […]"
+    remaining, _ = take_all_options(
+        words, _SHIFTER, launch, scope, kind_before_command, "shifter", key
+    )
     launch.settings["container-tool"] = [literal(tool, words[0].line)]
     return remaining
 
@@ -70,10 +70,9 @@ def _read_singularity(tool: str, words: list[Word], launch: Launch, scope: Scope
         return []
     for word in words[1:at]:
         launch.mark(word.line, "", f"{tool} {word.text} is left out: container = …")
-    remaining = launch.take_options(words[at:], _IMAGE, scope)
-    names = f"{tool} {words[at].text}", "container-options = […]"
-    remaining, kind = skip_unknown_options(
-        words[at:], remaining, _IMAGE, launch, scope, kind_before_image, names
+    name, key = f"{tool} {words[at].text}", "container-options = […]"
+    remaining, kind = take_all_options(
+        words[at:], _IMAGE, launch, scope, kind_before_image, name, key
     )
     remaining = _take_image(remaining, kind, launch)
     if words[at].text == "run" and remaining and is_launcher(remaining[0].text):

@@ -1,4 +1,4 @@
-"""The launch that a command of a job script is."""
+"""A launch: what a command of a job script starts, as far as it is known."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hpc_ddp.submission.job_script.launchers.option_names import Options, option
 
 @dataclass
 class Launch:
-    """A launch, as far as it is known.
+    """A launch: a command that may be the training, with all that its launchers say.
 
     Attributes
     ----------
@@ -70,9 +70,7 @@ class Launch:
     options: dict[str, tuple[Word | None, int]] = field(default_factory=dict)
     settings: dict[str, list[Word]] = field(default_factory=dict)
     env: dict[str, Word] = field(default_factory=dict)
-    launcher_variables: set[str] = field(
-        default_factory=set
-    )  # variables that the launcher sets itself
+    launcher_variables: set[str] = field(default_factory=set)  # which the launcher sets itself
     files: dict[str, str] = field(default_factory=dict)
     outputs: list[str] = field(default_factory=list)
     unset: dict[str, tuple[int, bool]] = field(default_factory=dict)
@@ -94,8 +92,8 @@ class Launch:
             self.mark(line, LOST, "a variable in it was set anew before it is used")
 
     def mark_evaluated(self, words: Sequence[Word], scope: Scope, line: int) -> None:
-        """Note that an ``eval`` of `words` makes the launch. Mark the `line` of the ``eval`` as
-        lost by the rule of `mark_stale`."""
+        """Set `is_evaluated`, since an ``eval`` of `words`, in a `line`, makes the launch; mark the
+        line as lost if a variable in the words is stale (`mark_stale`)."""
         self.is_evaluated = True
         self.mark_stale(words, scope, line)
 
@@ -109,9 +107,9 @@ class Launch:
         return bool(match)
 
     def take_program(self, words: Sequence[Word]) -> None:
-        """Set `program` and `args` to `words`, those behind a launcher's options; without words
-        nothing changes. The program's line is marked as lost if the program begins with a blank:
-        that follows a backslash which was meant to end the line before."""
+        """Set `program` and `args` to the first and the other `words`, which stand behind a
+        launcher's options; without words nothing changes. A program that begins with a blank is
+        marked as lost: the blank follows a backslash that was meant to join two lines."""
         text = words[0].text if words else ""
         if words and words[0].code and text.lstrip():  # of a variable, where the shell drops blanks
             start = words[0].without_start(len(text) - len(text.lstrip()))
@@ -227,12 +225,13 @@ class Launch:
             self.mark(line, LOST, text)
 
     def inherit_from(self, outer: Launch) -> None:
-        """Add to this launch, of the text of a ``bash -c``, what the launch around it says, as the
-        options of srun. The words of settings are joined, those of `outer` first, and so are the
-        marks. A number, a variable or a request for GPUs of `outer` counts where this launch has
-        none. Plain Python now weighs as much as in a task, if `outer` starts tasks.
+        """Add to this launch, which stands in the text of a ``bash -c``, what the launch around it,
+        `outer`, says: ``srun -n 4`` of ``srun -n 4 bash -c "python train.py"``.
 
-        Variables that `outer` unsets are lost where it starts no tasks.
+        Words of settings, and marks, are joined, those of `outer` first. A number, a variable or a
+        request for GPUs of `outer` counts where this launch has none. Plain Python gets the weight
+        that it has in a task, if `outer` starts tasks; if it starts none, lines in which it unsets
+        variables (``env -u``) are marked as lost.
         """
         if not self.kind and outer.step:
             self.weight = 3 if self.weight == 1 else self.weight
@@ -253,16 +252,16 @@ class Launch:
 
     @property
     def sets_folder(self) -> bool:
-        """Return whether an option of the launch's container sets the working directory."""
+        """Whether an option of the launch's container sets the working directory."""
         keys = ("container-options", "srun")
         options = " ".join(word.text for key in keys for word in self.settings.get(key, []))
         return bool(re.search("--(container-workdir|pwd)", options))
 
     @property
     def training_key(self) -> tuple[str, ...]:
-        """The part of a launch that two launches of the same training share: the launcher's kind,
-        its number of workers, its variables, those that it unsets, and the words of the program
-        that it starts."""
+        """The texts that two launches of the same training have in common: the
+        launcher's kind, its number of workers, its variables, those that it unsets, and the words
+        of the program that it starts."""
         words = [*self.settings.get("module", ()), self.program, *self.args]
         variables = [f"{name}={word.text}" for name, word in sorted(self.env.items())]
         variables += sorted(f"-u {name}" for name in self.unset)

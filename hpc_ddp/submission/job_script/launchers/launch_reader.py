@@ -1,4 +1,4 @@
-"""The launchers of a command, one inside the other."""
+"""The launch that a command is: its launchers, one inside the other, are read in turn."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from hpc_ddp.submission.job_script.launchers.option_names import (
     TOOLS,
     is_launcher,
 )
+from hpc_ddp.submission.job_script.launchers.program_names import may_train
 from hpc_ddp.submission.job_script.launchers.tasks import (
-    may_train,
     read_env,
     read_horovodrun,
     read_mpirun,
@@ -62,10 +62,9 @@ Handler = Callable[[list[Word], Launch, Scope], list[Word]]
 def read_launch(
     words: Sequence[Word], scope: Scope, step: str = "", in_loop: bool = False
 ) -> Launch:
-    """Return the launch that the words of a command make, as ``srun python train.py``. Its weight
-    is 0 where they are no launch; then the launch may have marks for what was read. `step` is the
-    command that starts the tasks which run the words, '' for the batch script; `in_loop` says that
-    they stand in a loop over the nodes.
+    """Return the launch that the words of a command make, as ``srun python train.py``, with the
+    weight 0 if they are no launch. `step` is the command that starts the tasks which run the words,
+    '' for the batch script; `in_loop` says that they stand in a loop over the nodes.
 
     Launchers are read one after the other, each by its function (`_HANDLERS`), until the program or
     the text of a ``bash -c`` is found.
@@ -92,26 +91,11 @@ def read_launch(
             del launch.settings["container-tool"]  # a variable: hpc-ddp takes its default
             text = "only the job knows the tool: container-tool = …, if it is not apptainer"
             launch.mark(tool.line, "", f"{tool.text}: {text}")
+        elif _has_unknown_prefix(remaining):
+            text = f"{remaining[0].text} before the launch: only the job knows it"
+            launch.mark(remaining.pop(0).line, LOST, text)
         else:
-            # In a task of another command only what has a program's form is one.
-            is_path = re.fullmatch(r"\.{0,2}/\S+|\S+\.sh|bash", remaining[0].text)
-            # Of LUMI's images, which set it: it activates their Python.
-            is_set_up = len(remaining) == 1 and re.fullmatch(r"\$\{?WITH_\w+\}?", remaining[0].text)
-            texts = {text for word in remaining[1:] for text in word.text.split()}
-            is_counted = scope.counted == Counted.COMMANDS and may_train(remaining)
-            starts_workers = any(map(_STARTS_WORKERS.fullmatch, texts))
-            # podman run IMAGE torchrun train.py, in a text or the batch script.
-            firsts = [word.text for word in remaining[1:3]]
-            is_run = starts_workers and any(text in ("run", "exec") for text in firsts)
-            # oumi distributed torchrun -m oumi train
-            is_run |= scope.counted == Counted.COMMANDS and f" -m {name} " in _text_of(remaining)
-            is_counted = is_run or (is_counted and not starts_workers)
-            is_of_task = launch.step and (not step or is_path or remaining[0].code)
-            if _has_unknown_prefix(remaining):
-                text = f"{remaining[0].text} before the launch: only the job knows it"
-                launch.mark(remaining.pop(0).line, LOST, text)
-                continue
-            if is_counted or (is_of_task and not is_set_up):
+            if _is_program(remaining, launch, scope, step):
                 take_command(remaining, launch)
             break
     if in_loop and launch.tasks:
@@ -121,15 +105,32 @@ def read_launch(
     return launch
 
 
-def _text_of(words: Sequence[Word]) -> str:
-    """Return the texts of words, with blanks between them."""
-    return " ".join(word.text for word in words)
+def _is_program(words: Sequence[Word], launch: Launch, scope: Scope, step: str) -> bool:
+    """Return whether `words`, which begin with no launcher, are a program that counts as a launch:
+    a command in a task of ``launch.step``, or one that may train where all commands count
+    (``scope.counted``). `step` is as in `read_launch`."""
+    text, counts_all = words[0].text, scope.counted == Counted.COMMANDS
+    starts_workers = any(
+        _STARTS_WORKERS.fullmatch(piece) for word in words[1:] for piece in word.text.split()
+    )
+    # podman run IMAGE torchrun train.py, in a text or the batch script.
+    is_run = starts_workers and any(word.text in ("run", "exec") for word in words[1:3])
+    # oumi distributed torchrun -m oumi train
+    of_module = f" -m {text.rsplit('/', 1)[-1]} "
+    is_run |= counts_all and of_module in " ".join(word.text for word in words)
+    # In a task of another command only what has a program's form is one.
+    is_path = re.fullmatch(r"\.{0,2}/\S+|\S+\.sh|bash", text)
+    is_of_task = launch.step and (not step or is_path or words[0].code)
+    # Of LUMI's images, which set it: it activates their Python.
+    is_set_up = len(words) == 1 and re.fullmatch(r"\$\{?WITH_\w+\}?", text)
+    is_counted = is_run or (counts_all and may_train(words) and not starts_workers)
+    return is_counted or bool(is_of_task and not is_set_up)
 
 
 def _launcher_by_default(word: Word, launch: Launch, scope: Scope) -> Word:
-    """Return the default of a variable that is a whole `word`, with a note in `launch`, where that
-    is a launcher: ``srun`` for ``$RUN`` after ``RUN=${RUN:-srun}``, which a file that is sourced
-    before may have set. Return any other word as it is."""
+    """Return ``srun`` for ``$RUN`` after ``RUN=${RUN:-srun}``, with a note in `launch`: the word is
+    a variable alone, whose default is a launcher, though a file that is sourced before may have set
+    it. Return any other word as it is."""
     name = word.names[0] if len(word.parts) == len(word.names) == 1 else ""
     assigned = scope.earlier.get(name) if scope.values.get(name) is None else None
     code = assigned.text if isinstance(assigned, Word) else word.text
@@ -141,15 +142,16 @@ def _launcher_by_default(word: Word, launch: Launch, scope: Scope) -> Word:
 
 
 def _has_unknown_prefix(words: Sequence[Word]) -> bool:
-    """Return whether the first of `words` is a variable before a launcher of workers or Python."""
+    """Return whether a variable, the first of `words`, stands before a launcher of workers or
+    Python, so that the job may have anything there: ``$PREFIX torchrun train.py``."""
     name = r"(.*/)?(python[\d.]*|torchrun|accelerate|deepspeed)"
     is_variable = bool(words[0].code) and words[0].code == list(words[0].parts)
     return is_variable and any(re.fullmatch(name, word.text) for word in words[1:2])
 
 
 def _drop_prefix(words: list[Word], launch: Launch) -> list[Word]:
-    """Return the words behind ``exec``, ``nohup``, ``command`` or ``time``. The options of ``time``
-    are left out, too, and `launch` gets a note on it."""
+    """Return `words` without the first, which is ``exec``, ``nohup``, ``command`` or ``time``; for
+    ``time`` also without its options, and `launch` gets a note."""
     prefix, *remaining = words
     if prefix.text.rsplit("/", 1)[-1] == "time":
         launch.mark(prefix.line, "", "time is left out: hpc-ddp status has the times")

@@ -1,13 +1,11 @@
-"""The launchers of tasks, each of which starts the next one.
+"""The launchers of tasks (srun, mpirun), and commands before a program: env, bash, scl, ssh.
 
 How the functions are called, `torchrun.py` says.
 """
 
 from __future__ import annotations
 
-import itertools
 import re
-from collections.abc import Sequence
 from dataclasses import replace
 
 from hpc_ddp.core.job.slurm_options import NODE_BY_NODE, SHORT_OPTIONS, SRUN
@@ -22,10 +20,11 @@ from hpc_ddp.submission.job_script.launchers.option_names import (
     is_launcher,
     option_name,
 )
+from hpc_ddp.submission.job_script.launchers.program_names import may_train
 from hpc_ddp.submission.job_script.launchers.unknown_words import (
     Kind,
     kind_before_command,
-    skip_unknown_options,
+    take_all_options,
 )
 
 _SRUN_USES = {
@@ -83,48 +82,6 @@ _ENV_LOST = {
 
 _SSH_WITH_VALUE = re.compile("-[BbcDEeFIiJLlmOopQRSWw]")
 
-# Names of programs, without their folders, that train, and of those that prepare a training.
-TRAINS = re.compile(
-    r"(?:^|[_. -])(?:v\d_)?(?:pre|re)?train(?:er|ing)?(?![a-z])|fine[_-]?tun"
-    r"|(?:^|[_. -])(?:sft|dpo|ddp|main|run|agent|fit|launch)(?![a-z])", re.I
-)  # fmt: skip
-PREPARES = re.compile(
-    r"(?:^|[_. -])(?:prep|download|data|convert|tokeni|extract|split|cache|build|setup|install"
-    r"|check|clean|copy|stage|unzip|fetch)|^(?:config|create|generat|make|activate|load|init|env)",
-    re.I,
-)  # fmt: skip
-TESTS = re.compile(r"eval|test|infer|predict|bench|plot", re.I)  # in names of programs
-# In the name of a program or its first argument: what finishes a run's results.
-_FINISHES = re.compile(
-    r"(?:^|[_. /-])(?:finali|finish|meta|report|summar|aggregat|merge|collect|upload|export|notif"
-    r"|post|archiv|publish)", re.I
-)  # fmt: skip
-# Arguments by which a program tests a model: --eval, --test_only, --do_predict, --mode test.
-_TESTING = re.compile(
-    r"(?<!\S)--?(do_)?(eval(uate)?|test|infer(ence)?|predict)([-_]only)?(?!\S)"
-    r"|(?<!\S)--?(mode|phase|stage|task)[ =](eval|test|infer|predict)", re.I
-)  # fmt: skip
-# Names and options of a program that may train, though its name does not say so.
-_MAY_TRAIN = re.compile(
-    r"(train|tun(e|ing)|stage|phase|distil|adapt|learn|ppo|grpo|align|prun|(?<![a-z])rl)", re.I
-)
-_TRAINS_BY = re.compile(
-    r"(?<![\w-])([\w.+-]*[-._+])?(epochs?|lr|learning[-_]rate|optim(izer)?|max[-_]steps)(?=[\s=]|$)",
-    re.I,
-)
-# A program of Python in a text, without its folder or package, and its arguments.
-_PROGRAM = re.compile(
-    r"\bpython[\d.]*\s+(-[A-Za-ln-z]\s+)*(-m\s+(\w+\.)*|([^\s-]\S*/)?)(?P<name>[\w-]+)(\.py\b)?"
-    r"(?P<arguments>(\\\n|[^;&|\n])*)"
-)
-_LAUNCHER = re.compile(
-    r"\b((torchrun\S*|deepspeed|accelerate|srun|mpirun|mpiexec|ibrun)\s|torch\.distributed\.)"
-)
-# Commands behind whose names other words than a program's stand.
-_STARTS_NONE = re.compile(
-    r"source|\.|cd|pushd|export|unset|alias|trap|type|which|read|module|ml|conda|mamba|spack|docker"
-    r"|podman|make|cmake|git|sbatch|salloc|ssh|tmux|screen|jupyter\S*|tensorboard|wget|curl"
-)
 # Commands that surely train nothing.
 _NO_TRAINING = re.compile(
     r"(.*/)?(hostname|nvidia-smi|rocm-smi|echo|mkdir|cp|mv|rm|ls|cat|date|sleep|ray|rsync|tar|unzip"
@@ -135,9 +92,8 @@ _NO_TRAINING = re.compile(
 
 
 def srun_in_place_of_ssh(words: list[Word]) -> list[Word]:
-    """Return the words of an srun that starts the command which an ssh starts on a node: ``srun
-    bash -c "python train.py"`` for ``ssh -q $NODE python train.py``. Without a command return
-    `words`, those of the ssh."""
+    """Return the words ``srun bash -c "python train.py"`` for those of ``ssh -q $NODE python
+    train.py``. An ssh without a command is returned as it is."""
     remaining = words[1:]
     while remaining and remaining[0].text.startswith("-"):
         option = remaining.pop(0)
@@ -205,11 +161,8 @@ def read_mpirun(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
             word = join_words(options[-2], " ", options[-1], " ", word)
             del options[-2:]
         options.append(word)
-    remaining = launch.take_options(options, _MPIRUN, scope)
-    names = launch.step, f"{launch.step} = […]"
-    return skip_unknown_options(
-        options, remaining, _MPIRUN, launch, scope, kind_before_command, names
-    )[0]
+    name, key = launch.step, f"{launch.step} = […]"
+    return take_all_options(options, _MPIRUN, launch, scope, kind_before_command, name, key)[0]
 
 
 def read_horovodrun(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:
@@ -217,11 +170,8 @@ def read_horovodrun(words: list[Word], launch: Launch, scope: Scope) -> list[Wor
     its place; return the words behind them."""
     launch.step = "mpirun"
     launch.mark(words[0].line, "", "horovodrun: mpirun starts the tasks in its place")
-    remaining = launch.take_options(words, _HOROVODRUN, scope)
-    names = "horovodrun", "mpirun = […]"
-    return skip_unknown_options(
-        words, remaining, _HOROVODRUN, launch, scope, kind_before_command, names
-    )[0]
+    name, key = "horovodrun", "mpirun = […]"
+    return take_all_options(words, _HOROVODRUN, launch, scope, kind_before_command, name, key)[0]
 
 
 LOGIN = (  # what a login shell reads: bash(1), INVOCATION
@@ -243,70 +193,6 @@ def take_command(words: list[Word], launch: Launch) -> None:
     if not _NO_TRAINING.fullmatch(words[0].text):
         launch.weight, launch.program, launch.args = 2, words[0], words[1:]
         launch.add("no-python", words[0])
-
-
-def only_ends_run(name: str, arguments: str) -> bool:
-    """Return whether a program tests a model or finishes a run's results, by its `name` or
-    `arguments`, and does not train."""
-    first = re.match(r"\s*[\w-]*", arguments)[0]  # type: ignore[index]
-    finishes = _FINISHES.search(f"{name} {first}") and not _MAY_TRAIN.search(first)
-    is_last = TESTS.search(name) or finishes
-    return bool(_TESTING.search(arguments) or (is_last and not TRAINS.search(name)))
-
-
-def follows_training(name: str, arguments: str, training: Launch) -> bool:
-    """Return whether a program of Python behind the `training`, by its `name` and `arguments`, is
-    no second training: it tests or finishes a run, or nothing of it says that it may train. Where
-    the training itself is plain Python whose name says nothing, any other program may train."""
-    program, name = (
-        re.sub(r"\.py$", "", n).rsplit(".", 1)[-1] for n in (program_name(training), name)
-    )
-    is_clear = "$" not in name and (training.weight > 1 or TRAINS.search(program))
-    words = f"{name} {arguments.strip().partition(' ')[0]}"  # the first may be a command
-    may_train = bool(TRAINS.search(name) or _MAY_TRAIN.search(words))
-    may_train |= name == program or bool(_TRAINS_BY.search(arguments))
-    return only_ends_run(name, arguments) or bool(is_clear and not may_train)
-
-
-def programs_follow_training(text: str, training: Launch | None) -> bool:
-    """Return whether each Python program that a `text` behind the `training` starts, one at least,
-    is no second training; below a launcher it must test or finish a run."""
-    programs = [(match["name"], match["arguments"]) for match in _PROGRAM.finditer(text)]
-    if training is None or _LAUNCHER.search(text):
-        return bool(programs) and all(only_ends_run(*program) for program in programs)
-    return bool(programs) and all(follows_training(*program, training) for program in programs)
-
-
-def program_name(launch: Launch) -> str:
-    """Return the name of a launch's program, without its folder: of a tool that starts it, as in
-    ``uv run python train.py``, or a shell, the first word behind that is a file or follows ``-m``.
-    """
-    texts = [word.text for word in (launch.program, *launch.args) if word]
-    if texts and "no-python" in launch.settings and is_launcher(texts[0]):
-        is_module = (before == "-m" for before in texts)
-        files = (text for text, is_one in zip(texts[1:], is_module, strict=False)
-                 if is_one or re.search(r"\.(py|sh)$", text))  # fmt: skip
-        texts[0] = next(files, texts[0])
-    return "".join(texts[:1]).rsplit("/", 1)[-1]
-
-
-def prepares_training(launch: Launch) -> bool:
-    """Return whether the name of a launch's program says that it prepares a training."""
-    return bool(PREPARES.search(program_name(launch)))
-
-
-def may_train(words: Sequence[Word]) -> bool:
-    """Return whether the form or the name of a command, `words`, suggests that it trains: ``bash
-    run.sh``, ``./run.sh``, ``wandb agent a``, ``nnUNetv2_train 1``. One that prepares something by
-    its name does not."""
-    is_shell = words[0].text.rsplit("/", 1)[-1] in ("bash", "sh")
-    if is_shell:  # bash -x run.sh
-        words = [words[0], *itertools.dropwhile(lambda w: w.text.startswith("-"), words[1:])]
-    names = [word.text.rsplit("/", 1)[-1] for word in words[:2]]
-    is_file = is_shell or re.match(r"\.{0,2}/|\S+\.sh$", words[0].text)
-    name = " ".join(names[1:] if is_shell else names[:1] if is_file else names)
-    is_known = bool(is_file and name[:1] not in ("", "-")) or bool(TRAINS.search(name))
-    return is_known and not (PREPARES.search(name) or _STARTS_NONE.fullmatch(names[0]))
 
 
 def read_shell(words: list[Word], launch: Launch, scope: Scope) -> list[Word]:

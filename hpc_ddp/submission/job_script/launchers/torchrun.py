@@ -1,7 +1,8 @@
-"""The launchers of PyTorch's workers, as torchrun.
+"""The launchers of PyTorch's workers: torchrun, composer, deepspeed.
 
-A function that reads a launcher gets all words from the launcher's name on. It puts what they say
-into the launch, and returns the words that are left for the next function.
+A function that reads a launcher (`launch_reader.Handler`) gets all words from the launcher's name
+on. It puts what they say into the launch, and returns the words that are left for the function of
+the next launcher.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from hpc_ddp.submission.job_script.launchers.option_names import LAUNCHERS, Opti
 from hpc_ddp.submission.job_script.launchers.unknown_words import (
     Kind,
     kind_before_program,
-    skip_unknown_options,
+    take_all_options,
 )
 
 # The options of torchrun, and their uses (see `Launch.take_options`).
@@ -59,9 +60,9 @@ OF_OLD_LAUNCHERS = "--local_rank=$LOCAL_RANK"
 
 
 def take_python_beside(launcher: Word, launch: Launch) -> None:
-    """Set ``python``, with a note, to the Python beside a launcher that is named by its path: of
-    ``$ENV/bin/torchrun`` it is ``$ENV/bin/python``. Nothing changes if ``python`` is set, or in a
-    folder of the system and in ``~/.local/bin``, whose Python is elsewhere."""
+    """Set ``python`` of a launch, with a note, to ``$ENV/bin/python`` for the `launcher`
+    ``$ENV/bin/torchrun``. Nothing changes if ``python`` is set, for a launcher without a folder,
+    and for a folder of the system or ``~/.local/bin``, whose Python is elsewhere."""
     *before, last = launcher.parts
     folder, slash, name = last.text.rpartition("/")
     is_elsewhere = folder.endswith(".local/bin") or folder in ("/usr/bin", "/usr/local/bin")
@@ -74,15 +75,12 @@ def take_python_beside(launcher: Word, launch: Launch) -> None:
 def take_program_of_workers(
     words: list[Word], rules: Options, launch: Launch, scope: Scope, launcher: str
 ) -> None:
-    """Set the program of `launch`, and its arguments, to those behind the options of a `launcher`
-    of workers, whose `words` are read by `rules`. Options that only the job knows are lost. So is a
-    word that may be either: then there is no program."""
-    behind = launch.take_options(words, rules, scope)
+    """Read the options of a `launcher` of workers, `words`, by `rules` into `launch`, and set its
+    program and arguments to the words behind them. Options that only the job knows are marked as
+    lost. So is a first word that may be an option or the program: then there is no program."""
     is_torchrun = launcher in ("torchrun", "run", "launch")
     key = "torchrun = […]" if is_torchrun else f"see {launcher}'s own page"
-    behind, kind = skip_unknown_options(
-        words, behind, rules, launch, scope, kind_before_program, (launcher, key)
-    )  # fmt: skip
+    behind, kind = take_all_options(words, rules, launch, scope, kind_before_program, launcher, key)
     if kind == Kind.UNKNOWN:
         text = f"{launcher} {behind[0].text}: only the job knows whether it is the program"
         launch.mark(behind[0].line, LOST, f"{text}: script = …, args = […]")
@@ -122,10 +120,10 @@ def read_torchrun(words: list[Word], launch: Launch, scope: Scope) -> list[Word]
 
 
 def _take_nodes(name: str, launch: Launch, scope: Scope) -> None:
-    """Set the launch's number of nodes to 1 where the options of the launcher `name` say 1 or
-    ``--standalone``, unless the launch has a number, or a step that has the directives'. Mark as
-    lost another number than the job's, and a range (``1:4``) from another number on. Set `machines`
-    to 1 where nothing tells the launcher of other nodes."""
+    """Take over what the options of the launcher `name` say of nodes: the launch's `nodes` are 1
+    for ``--nnodes=1`` and ``--standalone``, unless a step has a number of its own or the
+    directives'; `machines` is 1 where no option tells of other nodes, else None. Another number
+    than the job's, and a range (``1:4``) that begins with another, are marked as lost."""
     options = launch.options
     nodes, at = options.get("nnodes") or options.get("nnode") or (None, 0)  # as argparse has it
     count = 1 if "standalone" in options else whole_number(nodes, scope)

@@ -23,32 +23,30 @@ _PROGRAM = re.compile(r".*\.(py|sh)|\.{1,2}/.*", re.S)
 
 
 class Kind(Enum):
-    """The kind of a word of a launcher."""
+    """The kind of a word behind a launcher's name, as a variable whose value only the job knows."""
 
     OPTIONS = "options"  # maybe several words, or none
     OPERAND = "operand"  # an image or a program
     UNKNOWN = "unknown"  # one of both
 
 
-def skip_unknown_options(
-    words: list[Word], remaining: list[Word], rules: Options, launch: Launch, scope: Scope,
-    find_kind: Callable[[Sequence[Word], Scope], Kind], names: tuple[str, str],
+def take_all_options(
+    words: list[Word], rules: Options, launch: Launch, scope: Scope,
+    find_kind: Callable[[Sequence[Word], Scope], Kind], name: str, key: str,
 ) -> tuple[list[Word], Kind]:  # fmt: skip
-    """Return the words behind a launcher's options, and the kind of the first of them, which is no
-    option. `words` are the launcher's, its name first, `remaining` those behind the options that
-    `Launch.take_options` has read by `rules`, `find_kind` tells what they begin with.
+    """Read the options of a launcher, whose words these are, by `rules` into `launch`. Return the
+    words behind them, and the kind of the first of these (operand where there is none).
 
-    Each word that is options, and that only the job knows, is marked as lost in `launch`, by the
-    launcher's name and the setting for it, which are `names`.
+    Options in a variable, as ``$OPTS``, are skipped, and marked as lost in `launch`; the reason has
+    the launcher's `name` and the setting for such options (`key`). `find_kind` is one of the
+    functions ``kind_before_…`` below.
     """
-    kind = find_kind(remaining, scope) if remaining else Kind.OPERAND
-    while kind == Kind.OPTIONS:
-        unknown, *behind = remaining
-        text = f"{names[0]} {unknown.text}: only the job knows it: {names[1]}"
-        launch.mark(unknown.line, LOST, text)
-        remaining = launch.take_options([words[0], *behind], rules, scope)
-        kind = find_kind(remaining, scope) if remaining else Kind.OPERAND
-    return remaining, kind
+    remaining = launch.take_options(words, rules, scope)
+    while remaining and (kind := find_kind(remaining, scope)) == Kind.OPTIONS:
+        text = f"{name} {remaining[0].text}: only the job knows it: {key}"
+        launch.mark(remaining[0].line, LOST, text)
+        remaining = launch.take_options([words[0], *remaining[1:]], rules, scope)
+    return remaining, kind if remaining else Kind.OPERAND
 
 
 def kind_before_command(words: Sequence[Word], scope: Scope) -> Kind:
@@ -107,9 +105,9 @@ def _is_array(word: Word) -> bool:
 
 
 def _kind_of(word: Word, scope: Scope) -> Kind:
-    """Return the kind of a word by itself, and by the last value of its variable that is known: a
-    value that begins with ``-`` is options. Text, a path with a variable in it, and a variable in
-    quotes that is no array, are operands."""
+    """Return the kind of a `word` by itself: options for a variable whose last known value begins
+    with ``-``; an operand for text, a path with a variable in it, and a variable in quotes that is
+    no array; else unknown."""
     code = word.parts[0] if len(word.parts) == 1 and word.code else None
     if code is None:
         return Kind.OPERAND

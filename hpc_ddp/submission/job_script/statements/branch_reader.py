@@ -1,4 +1,5 @@
-"""The branches of a job script: those of an ``if`` or ``case`` that run, as far as it tells."""
+"""The branches of an ``if`` or ``case``: which one runs, as far as the script tells; and else, the
+launch that all branches, or only one of them, have."""
 
 from __future__ import annotations
 
@@ -22,10 +23,10 @@ from hpc_ddp.submission.job_script.bash.syntax import Node, commands_of, source
 from hpc_ddp.submission.job_script.bash.words import Part, Word
 from hpc_ddp.submission.job_script.conversion import OURS
 from hpc_ddp.submission.job_script.launchers.launch import Launch
-from hpc_ddp.submission.job_script.launchers.tasks import prepares_training
+from hpc_ddp.submission.job_script.launchers.program_names import prepares_training
 from hpc_ddp.submission.job_script.statements.loaded_texts import doubts_on_names, sentences_on
 from hpc_ddp.submission.job_script.statements.open_commands import replaces_launch
-from hpc_ddp.submission.job_script.statements.reader_state import Reading
+from hpc_ddp.submission.job_script.statements.reader_state import ReaderState
 from hpc_ddp.submission.job_script.statements.requeues_and_deletions import only_reports_or_requeues
 from hpc_ddp.submission.job_script.statements.rules import ENDED, STARTS_PYTHON, VERDICT
 from hpc_ddp.submission.job_script.statements.statement import Statement
@@ -38,7 +39,7 @@ ReadLines = Callable[[Sequence[Node]], list[Statement]]
 CHOOSES = "a condition that only the job knows chooses a launch"
 
 
-class BranchReading(Reading):
+class BranchReader(ReaderState):
     """Reads ``if`` and ``case``: methods of `Reader`, which says how they are called."""
 
     def _if_statement(self, node: Node) -> None:
@@ -109,10 +110,13 @@ class BranchReading(Reading):
             self._read_lines(lines)
 
     def _add_unknown_branches(self, node: Node, branches: list[Branch]) -> None:
-        """Append an ``if`` or ``case`` of which only the job knows the branch that runs: as one
-        statement, behind which stands the launch of all branches, if there is one
-        (`choose_arguments`), or in front of the lines of the only branch with one
-        (`guard_only_launch`). Else it is lost if a launch is in it."""
+        """Append an ``if`` or ``case``, `node`, of which only the job knows the branch that runs.
+
+        Where all branches start one program with other arguments, append the block with an
+        assignment in place of each launch, and then the launch (`choose_arguments`). Where a single
+        branch has a launch, append the block without its lines, and then these
+        (`guard_only_launch`). Else append it as one statement, which is lost if a launch is in it.
+        """
         has_launch = self._has_launch(node)
         statements = self._read_apart(commands_of(node)) if has_launch else []
         has_launch = any(s.launch and not prepares_training(s.launch) for s in statements)
@@ -130,8 +134,8 @@ class BranchReading(Reading):
             self._add_as_one(node, CHOOSES if has_launch else "")
 
     def _add_as_one(self, node: Node, lost: str) -> None:
-        """Append a condition or loop, `node`, as one statement, which is lost for the reason `lost`
-        if it is not ''; then `choices` has its launches."""
+        """Append a condition or loop, `node`, as one statement. If it is `lost`, a reason,
+        `choices` of the statement has the launches in it; '' for one that is not lost."""
         parts = self._read_apart(commands_of(node)) if lost else []
         self._add(node, lost=lost, choices=[part.launch for part in parts if part.launch])
 
@@ -148,11 +152,12 @@ class BranchReading(Reading):
             self._read_node(line)
 
     def _choose_branch(self, node: Node, branches: list[Branch], has_launch: bool) -> int | None:
-        """Return the index of the branch of an ``if``, `node`, that runs, as `running_branch` does.
-        Variables that nothing sets are taken to be unset where a launch is in a branch, or a branch
-        replaces the words of one, and where the branch is the default of the variable that it asks
-        for (`variable_with_default`). None, too, for a branch without a launch that ends the
-        script: it checks what is not known here."""
+        """Return the index of the one of the `branches` of an ``if``, `node`, that runs, the number
+        of branches if none does, None where only the job knows. Variables that nothing sets are
+        taken to be unset where a launch is in a branch, or a branch replaces the words of one, and
+        where the branch is the default of the variable that it asks for (`variable_with_default`).
+        None, too, for a branch without a launch that ends the script: it checks what is not known
+        here."""
         if self._gives_default(branches):
             return 0
         without_arguments = branch_without_arguments(branches)
@@ -169,7 +174,8 @@ class BranchReading(Reading):
 
     @staticmethod
     def _is_check(branches: list[Branch], chosen: int) -> bool:
-        """Return whether the chosen one of the `branches` ends the script; no branch does not."""
+        """Return whether the branch with the index `chosen` ends the script by ``exit``, so that
+        the condition is a check; False for the number of branches, with which none runs."""
         lines = [line for _, lines in branches[chosen : chosen + 1] for line in lines]
         return any(re.match(r"exit\b", source(line)) for line in lines)
 
@@ -193,10 +199,10 @@ def branches_of_case(node: Node) -> list[Branch]:
 
 
 def find_common_launch(branches: list[Branch], read: ReadLines) -> tuple[int, Launch] | None:
-    """Return the index of the branch whose launch starts tasks, or weighs most, and the launch,
-    where all branches of an ``if``, an ``else`` among them, start one program with the same words,
-    and otherwise only print, or run the same commands; a ``cd`` in a task does not count. None for
-    other branches."""
+    """Return the launch that all branches of an ``if`` have, and the index of its branch: of equal
+    launches, the one that weighs most. All branches, an ``else`` among them, must start one program
+    with the same words, and run the same other commands; prints, and a ``cd`` in a task, do not
+    count. None for other branches. `read` returns the statements of some lines."""
     launches, commands = list[Launch](), set[tuple[str, ...]]()
     for _, lines in branches:
         statements = read([n for n in lines if not (n.type == "comment" or blocks.only_reports(n))])
@@ -213,7 +219,8 @@ def choose_arguments(
     node: Node, branches: list[Branch], read: ReadLines
 ) -> tuple[str, Launch] | None:
     """Return the text of an ``if`` or ``case``, `node`, in which each branch puts the arguments of
-    its launch into the array `CHOSEN`, and the launch that has this array as its arguments.
+    its launch into the array `CHOSEN`, and the launch that has this array as its arguments: for
+    ``if …; then srun a.py --x; else srun a.py; fi``. `read` returns the statements of some lines.
 
     None unless the last command of each branch is a launch, two at least, and all of these differ
     in their arguments alone. A branch without a launch must end the script. Where no branch may
@@ -271,8 +278,8 @@ def guard_only_launch(
 
 
 def edit_code(node: Node, edits: list[tuple[int, int, str]]) -> str:
-    """Return the code of a node in which each of the `edits` has replaced the code between two
-    bytes of the script by a text."""
+    """Return the code of a node with `edits`: (first byte, byte behind the last, new text), where
+    the bytes are counted in the script."""
     code, start = source(node).encode(), node.start_byte
     for begin, stop, text in sorted(edits, reverse=True):
         code = code[: begin - start] + text.encode() + code[stop - start :]

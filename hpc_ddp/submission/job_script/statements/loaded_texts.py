@@ -17,9 +17,9 @@ from hpc_ddp.submission.job_script.bash.blocks import (
 )
 from hpc_ddp.submission.job_script.bash.syntax import (
     Node,
-    all_below,
     body_of,
     commands_of,
+    functions_in,
     names_in,
     parse,
     source,
@@ -28,7 +28,7 @@ from hpc_ddp.submission.job_script.bash.values import doubts_in, text_of
 from hpc_ddp.submission.job_script.bash.variables import Scope
 from hpc_ddp.submission.job_script.bash.words import Doubt, Word
 from hpc_ddp.submission.job_script.launchers.launch import Launch
-from hpc_ddp.submission.job_script.statements.statement import Place, Statement
+from hpc_ddp.submission.job_script.statements.statement import KnownFunction, Statement
 
 # An eval of what a program for environments prints, and the files that begin such programs and
 # those of compilers: they set no variable of a job script.
@@ -57,7 +57,7 @@ def names_of_files(statement: Statement, start: str) -> Set[str] | None:
 
 
 def forget_loaded_names(
-    node: Node, line: int, scope: Scope, functions: Mapping[str, tuple[Node, Statement, Place]]
+    node: Node, line: int, scope: Scope, functions: Mapping[str, KnownFunction]
 ) -> set[str]:
     """Have the scope forget the values that a command or block, `node`, may change by files that it
     sources, and by texts that it evaluates, also in functions that it calls. Return the variables
@@ -79,7 +79,7 @@ def forget_loaded_names(
 
 
 def _loaded_texts(
-    node: Node, scope: Scope, functions: Mapping[str, tuple[Node, Statement, Place]]
+    node: Node, scope: Scope, functions: Mapping[str, KnownFunction]
 ) -> tuple[list[str], bool]:
     """Return the texts of `forget_loaded_names` that are known, each once, and whether there are
     others, but for those of environments. Note the functions that the texts define."""
@@ -89,7 +89,7 @@ def _loaded_texts(
     while pending:
         block = pending.pop()
         names = {source(c.child_by_field_name("name")) for c in commands_of(block)}
-        pending += [body_of(functions[n][0]) for n in names & functions.keys() - functions_read]
+        pending += [body_of(functions[n].node) for n in names & functions.keys() - functions_read]
         functions_read |= names
         known_texts = [scope.loaded_functions[n] for n in names & scope.loaded_functions.keys()]
         for command in commands_of_unknown_names(block):
@@ -102,14 +102,11 @@ def _loaded_texts(
             if text not in texts:
                 texts.append(text)
                 pending.append(parse(text))
-                scope.loaded_functions |= _functions_in(pending[-1])
+                scope.loaded_functions |= {
+                    source(n.child_by_field_name("name")): source(body_of(n))
+                    for n in functions_in(pending[-1])
+                }
     return texts, is_unknown
-
-
-def _functions_in(root: Node) -> dict[str, str]:
-    """Return the bodies of the functions that are defined below a node, by name."""
-    nodes = (node for node in all_below(root) if node.type == "function_definition")
-    return {source(n.child_by_field_name("name")): source(body_of(n)) for n in nodes}
 
 
 def _loaded_text(command: Node, scope: Scope) -> str | None:

@@ -1,4 +1,5 @@
-"""The variables that set-up lines and settings need: the shell's, and those that are lost."""
+"""The variables that set-up lines and settings need and do not set: those of the shell that
+submits, and those that the script sets in lines that are not taken over."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ _KEEPS = re.compile(r">|\btee\b")  # a print that does more
 
 def extends_launch(name: str, block: syntax.Node, scope: Scope, place: Place) -> bool:
     """Return whether the variable `name` holds the words of a launch, and `block`, a condition or a
-    loop, does nothing with it but add words. ``place.step`` is the command whose tasks run the
+    loop, only adds words to it: ``CMD+=" --x"``. ``place.step`` is the command whose tasks run the
     words, '' for the batch script; nothing else of `place` counts."""
     if not (blocks.only_adds_words(name, block) and _holds_launch(name, scope, place)):
         return False
@@ -33,8 +33,8 @@ def extends_launch(name: str, block: syntax.Node, scope: Scope, place: Place) ->
 
 
 def replaces_launch(name: str, block: syntax.Node, scope: Scope, place: Place) -> bool:
-    """Return whether the variable `name` holds the words of a launch, and `block` sets it, and not
-    only adds words. `place` is as in `extends_launch`."""
+    """Return whether the variable `name`, which `block` sets, holds the words of a launch, and
+    `block` does other things with it than add words. `place` is as in `extends_launch`."""
     return not blocks.only_adds_words(name, block) and _holds_launch(name, scope, place)
 
 

@@ -14,16 +14,15 @@ from hpc_ddp.submission.job_script.bash.values import doubts_in
 from hpc_ddp.submission.job_script.bash.words import Part, Word
 from hpc_ddp.submission.job_script.conversion import OURS
 from hpc_ddp.submission.job_script.launchers.launch import Launch
-from hpc_ddp.submission.job_script.statements.branch_reader import CHOOSES, BranchReading
+from hpc_ddp.submission.job_script.statements.branch_reader import CHOOSES, BranchReader
 from hpc_ddp.submission.job_script.statements.loaded_texts import sentences_on
 from hpc_ddp.submission.job_script.statements.reader_state import OF_ARGUMENTS
 from hpc_ddp.submission.job_script.statements.requeues_and_deletions import does_more
 from hpc_ddp.submission.job_script.statements.rules import DECIDED, ENDED, first_reason
 from hpc_ddp.submission.job_script.statements.statement import (
     Statement,
-    calls_function,
+    bash_c_text,
     changes_folder,
-    text_of_bash_c,
 )
 
 _ENDS = re.compile(r"exit\b[^;&|\n]*$|exec\s+[^-<>&\d\s][^;&|\n]*$")  # exec of a program
@@ -31,7 +30,7 @@ _EXPORTS_ALL = re.compile(r"(?<!\s--)\s([-+])(?:\w*a\w*|\w*o\s+allexport)(?=\s|$
 _PRINTS_ONLY = r"(echo|printf|date|hostname|nvidia-smi|pwd|ls|export|unset|set|module list)\b"
 
 
-class Reader(BranchReading):
+class Reader(BranchReader):
     """Reads a script into `statements`; `scope` then has its variables as they are at the end.
 
     A method that is named after a type of node in tree-sitter-bash, as ``_if_statement``, appends
@@ -121,11 +120,12 @@ class Reader(BranchReading):
         if around is None and self._enclosing:  # by this command itself
             self._enclosing[-1].words = words
         first = words[0].text if words else ""
-        if first in self._functions and self._has_launch(self._functions[first][0], "", words[1:]):
+        function = self._functions.get(first)
+        if function and self._has_launch(function.node, "", words[1:]):
             with self._output_to(output):
                 self._read_call(first, words[1:], node)
             return
-        code = " ".join(map(text_of_bash_c, words[1:])) if first == "eval" else ""
+        code = " ".join(map(bash_c_text, words[1:])) if first == "eval" else ""
         is_printed = re.match(r"\s*[\"']?(\$\(|`)", code)  # what another command prints
         if code and not is_printed and self._has_launch(code):
             with self._output_to(output):
@@ -138,18 +138,16 @@ class Reader(BranchReading):
             self.scope.change_folder(words)
         if first == "set" and (switch := _EXPORTS_ALL.search(source(node))):
             self._exports_all = switch[1] == "-"
-        is_function = first in self._functions  # of no launch, whatever its name
-        launch = self._make_launch(node, [] if is_function else words, assignments, around or node)
-        if launch.inner and self._has_launch(
-            text_of_bash_c(launch.inner), launch.step, launch.args
-        ):
+        # A function of no launch is none, whatever its name.
+        launch = self._make_launch(node, [] if function else words, assignments, around or node)
+        if launch.inner and self._has_launch(bash_c_text(launch.inner), launch.step, launch.args):
             self._mark_lines(around or node, "the launch")
             self._read_inner(launch, node, output)
         elif not launch.weight or launch.inner is not None:
             is_of_arguments = first in ("shift", "getopts") and not self.scope.arguments_are_set
             lost = OF_ARGUMENTS if is_of_arguments or not (words or assignments) else ""
             self._add(around or node, words=words, output=output, lost=lost)
-            if is_function:
+            if function:
                 self._follow_folder(first, words[1:])
         else:
             self._add(around or node, words=words, launch=launch, output=output)
@@ -160,12 +158,12 @@ class Reader(BranchReading):
             probe = Reader(self.scope.child(arguments, False))
             probe._place = self._place
             probe._functions = {n: f for n, f in self._functions.items() if n != name}
-            probe._read_children(syntax.body_of(self._functions[name][0]))
+            probe._read_children(syntax.body_of(self._functions[name].node))
             self.scope.set("PWD", probe.scope.values.get("PWD"))
 
     def _read_eval(self, code: str, words: list[Word], node: Node) -> None:
-        """Append the statements in the text of an ``eval`` of `words`, `code`; its launches are
-        marked as evaluated."""
+        """Append the statements in `code`, the text of an ``eval`` of `words`, `node`. Its launches
+        get `is_evaluated`, and a note on each doubtful value in the words."""
         count = len(self.statements)
         self._read_text(code, node, self._place.step)
         for launch in (s.launch for s in self.statements[count:] if s.launch):
@@ -188,7 +186,7 @@ class Reader(BranchReading):
         self._place = replace(place, in_image=place.in_image or in_image)
         with self._child_shell(outer.args, False):
             self.scope.set("0", outer.inner_name)
-            self._read_text(text_of_bash_c(word), node, step, outer.inner.line)
+            self._read_text(bash_c_text(word), node, step, outer.inner.line)
         self._place = place
         for statement in (s for s in self.statements if id(s) not in earlier):
             self._give_to_inner(statement, outer, node, output)
@@ -210,9 +208,8 @@ class Reader(BranchReading):
         of `node`, unless its own are known (`syntax.shift_of`). Raise as `syntax.parse`."""
         before, count = self._place, len(self.statements)
         shift = syntax.shift_of(node, text, line) if before.lines is None else None
-        self._place = replace(
-            before, lines=self._lines_of(node), shift=shift, step=step, in_text=True
-        )
+        lines = self._lines_of(node)
+        self._place = replace(before, lines=lines, shift=shift, step=step, in_text=True)
         self.read(text)
         for statement in self.statements[count:]:
             if re.fullmatch(r"\$\{\w+\}", statement.text):  # commands, and not the words of one
@@ -232,7 +229,7 @@ class Reader(BranchReading):
         probe = Reader(self.scope.child(arguments, self.scope.arguments_are_set))
         probe._place = self._place.search_place(step)
         # A function that calls itself would be searched for ever.
-        probe._functions = {n: f for n, f in self._functions.items() if f[0] is not part}
+        probe._functions = {n: f for n, f in self._functions.items() if f.node is not part}
         node = syntax.parse(part) if isinstance(part, str) else part
         for command in commands_of(syntax.body_of(node)):
             probe._command(command)
@@ -304,8 +301,8 @@ class Reader(BranchReading):
             self._add(last, text, is_report=reports, reported_launch=launching.launch)
 
     def _end_after_failures(self, count: int) -> None:
-        """Have each command from the statement `count` on end the script if it fails, as in front
-        of ``&& LAUNCH``; not one that prints, moves or sets variables, nor a list of commands."""
+        """Put ``|| exit`` behind each command from the statement `count` on, which stands in front
+        of ``&& LAUNCH``; not behind a print, a ``cd``, an assignment, or a list of commands."""
         for statement in self.statements[count:]:
             code = re.sub(r"(['\"]).*?\1", "''", statement.text)
             if re.search(r"\|\||;|(?<![\w-])exit(?![\w-])|\n", code):
@@ -317,27 +314,17 @@ class Reader(BranchReading):
             elif is_plain and not statement.name and (statement.first != "cd" or statement.in_task):
                 statement.text += " || exit"
 
-    def restore_definitions(self, at: int) -> int:
-        """Put the definition of each function that is read where it is called back before the first
-        statement that calls it and is no launch: ``run`` of ``run module load a``. Return the new
-        index of the statement with the index `at`."""
-        for definition in self.called_definitions:
-            indexes = (
-                i for i, s in enumerate(self.statements) if calls_function(s, definition.defines)
-            )
-            if (index := next(indexes, None)) is not None:
-                self.statements.insert(index, definition)
-                at += index <= at
-        return at
-
     def _find_reporting_functions(self) -> set[str]:
         """Return the names of functions that only print or end the script."""
-        return {n for n, f in self._functions.items() if blocks.only_reports(syntax.body_of(f[0]))}
+        return {
+            n for n, f in self._functions.items() if blocks.only_reports(syntax.body_of(f.node))
+        }
 
     def _read_call(self, name: str, words: list[Word], node: Node) -> None:
         """Append the statements in the body of the function `name`, which `node` calls with the
         arguments `words`. Remove the statements of its definition and of its export."""
-        definition, statement, place = self._functions.pop(name)  # it may call itself
+        function = self._functions.pop(name)  # it may call itself
+        definition, statement, place = function
         before = self.scope.arguments, self.scope.arguments_are_set, self._place
         self._mark_lines(node, f"calls {name}")
         self._place = self._place.of_call(place, Statement(source(node), self._lines_of(node)))
@@ -352,7 +339,7 @@ class Reader(BranchReading):
         self.scope.arguments, self.scope.arguments_are_set = words, False
         self._read_node(definition.child_by_field_name("body"))
         self.scope.arguments, self.scope.arguments_are_set, self._place = before
-        self._functions[name] = definition, statement, place
+        self._functions[name] = function
 
     def _for_statement(self, node: Node) -> None:
         """Append a loop of any kind: one without a launch as one statement; one over a single word,
@@ -385,18 +372,16 @@ class Reader(BranchReading):
         self.scope.set(name, word)
         self._add(node.children[0], f"{name}={word.as_bash()}", name=name, assigned=word)
         self._mark_lines(node, "a loop over one word")
-        before, leaves = (
-            self._place,
-            "|".join(filter(None, (self._place.leave_commands, "continue|break"))),
-        )
-        self._place = replace(before, leave_commands=leaves)
+        before = self._place
+        leave_commands = "|".join(filter(None, (before.leave_commands, "continue|break")))
+        self._place = replace(before, leave_commands=leave_commands)
         self._read_node(node.child_by_field_name("body"))
         self._place = before
 
     def _read_loop_over_nodes(self, node: Node) -> None:
-        """Append the statements in the body of a loop over the nodes. The variables that the loop
-        sets go to `node_variables`, but for a counter of nodes, whose value is then
-        ``$SLURM_NODEID``."""
+        """Append the statements in the body of a loop over the nodes, as they are for one node. The
+        variables that the loop sets have no known value, and go to `node_variables`; a counter of
+        the nodes has the value ``$SLURM_NODEID`` instead."""
         for name in names_set_in(node):
             self.scope.set(name, None)
             self.node_variables.add(name)

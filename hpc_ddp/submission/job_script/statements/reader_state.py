@@ -1,4 +1,4 @@
-"""The state of reading a job script: the statements so far, and the place that is read now."""
+"""The state of a `Reader`: the statements so far, the variables, and the place that is read now."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from hpc_ddp.submission.job_script.statements.loaded_texts import forget_loaded_
 from hpc_ddp.submission.job_script.statements.open_commands import extends_launch
 from hpc_ddp.submission.job_script.statements.rules import BLANK_VALUE
 from hpc_ddp.submission.job_script.statements.statement import (
+    KnownFunction,
     Place,
     Statement,
     names_set_by_calls,
@@ -39,8 +40,8 @@ _COMMANDS = ("command", "list", "pipeline", "redirected_statement", "negated_com
 _BLANK_VALUE = re.compile(r"\b\w+=\s+(?!\w+=)(?![A-Za-z_]{1,15}(?:\s|$))[\w<\[\"'/]")
 
 
-class Reading(ABC):
-    """The statements that `Reader` has read so far.
+class ReaderState(ABC):
+    """The statements that `Reader` has read so far, and the methods that add one.
 
     Attributes
     ----------
@@ -56,6 +57,8 @@ class Reading(ABC):
         words behind such a text, which the batch script expands
     notes
         (line, sentence) for the user
+    called_definitions
+        the definitions of functions that are read where they are called
     files
         the texts of files that commands have written (`written_texts`)
     open_commands
@@ -73,7 +76,7 @@ class Reading(ABC):
         self.open_commands: dict[str, list[Statement]] = {}
         self.files: dict[str, str] = {}
         self.notes: list[tuple[int, str]] = []
-        self._functions: dict[str, tuple[Node, Statement, Place]] = {}
+        self._functions: dict[str, KnownFunction] = {}
         self.called_definitions: list[
             Statement
         ] = []  # definitions of functions that are read where called
@@ -88,11 +91,11 @@ class Reading(ABC):
     def _child_shell(
         self, arguments: Sequence[Word] | None, arguments_are_set: bool
     ) -> Iterator[None]:
-        """Have the statements within the context read as those of a child shell, which gets a
-        number. For its arguments see `Scope`. The shell's variables and functions end with the
-        context, if no error leaves it. Only `has_unknown_names` stays: if the child shell may have
-        set unknown variables, it is True for the outer scope, too, since the launch in the child
-        shell uses them."""
+        """Within this context, read statements as those of a child shell, which gets a number. For
+        its arguments see `Scope`. The shell's variables and functions end with the context, if no
+        error leaves it. Only `has_unknown_names` stays: if the child shell may have set unknown
+        variables, it is True for the outer scope, too, since the launch in the child shell uses
+        them."""
         outer_scope = self.scope
         before = self._functions, self._exports_all, self._shells
         self.scope = outer_scope.child(arguments, arguments_are_set)
@@ -104,7 +107,8 @@ class Reading(ABC):
 
     @contextmanager
     def _enclose(self, node: Node) -> Iterator[None]:
-        """Have the statements within the context read as parts of the command `node`."""
+        """Within this context, read statements as parts of the command `node`: each gets it, as a
+        statement of its own, as the last of its ``enclosing``."""
         text = source(node).strip()
         command = Statement(
             text, self._lines_of(node), in_task=self._place.in_task, shells=self._shells
@@ -113,15 +117,15 @@ class Reading(ABC):
         before, self._enclosing = self._enclosing, (*self._enclosing, command)
         yield
         self._enclosing = before
-        command.text = exit_in_place_of(command.text, self._place.leave_commands)
+        command.text = exit_in_place_of(self._place.leave_commands, command.text)
         self._fill_in_arguments(command, node)
         command.text += " &" * _is_in_background(node)
 
     @contextmanager
     def _as_part(self, node: Node) -> Iterator[None]:
-        """Have the statements within the context read as parts of a whole if `node` is a command or
-        a list of them, or if an ``&`` stands behind it. A child shell runs ``( … )`` and a list
-        with an ``&``; it matters where a launch is in it."""
+        """Within this context, read a node: its statements as parts of it (`_enclose`) if it is a
+        command or a list of them, or if an ``&`` stands behind it; and in a child shell if it is
+        ``( … )``, or a list with an ``&``, with a launch in it."""
         is_behind, is_list = _is_in_background(node), node.type == "list"
         is_shell = node.type == "subshell" or (is_behind and is_list)
         with ExitStack() as contexts:
@@ -134,8 +138,8 @@ class Reading(ABC):
 
     @contextmanager
     def _output_to(self, output: str) -> Iterator[None]:
-        """Have launches that are read within the context write to `output`, the file or pipe of a
-        block around them, unless they have another; '' for none."""
+        """Set `output` of the launches that are read within this context, unless they have one: the
+        file or pipe of a block around them, '' for none."""
         before = [*self.statements]  # which keeps their ids
         earlier = set(map(id, before))
         yield
@@ -144,8 +148,9 @@ class Reading(ABC):
                 statement.output = statement.output or output
 
     def _lines_of(self, node: Node) -> tuple[int, int]:
-        """Return the first and the last line of a node in the script, from 1. In a text whose lines
-        are not the script's, as of an ``eval``, these are the lines of the statement around it."""
+        """Return the first and the last line of a node in the script, from 1. For a node of a text
+        whose lines are not the script's, as of an ``eval``, they are those of the statement around
+        that text."""
         shift, (first, last) = self._place.shift or 0, syntax.lines_of(node)
         if self._place.lines and self._place.shift is None:
             return self._place.lines
@@ -158,10 +163,10 @@ class Reading(ABC):
             self.other_marks.setdefault(line, (group, reason))
 
     def _add(self, node: Node, text: str = "", **attributes: Any) -> Statement:
-        """Append a statement of `text`, else of the node's own, with the `attributes` of
-        `Statement`, and return it. For a command or block, which is neither an assignment, a launch
-        nor a definition, the scope forgets what it may change (`_forget_changes`). A statement that
-        uses arguments which the job does not have is lost."""
+        """Append a statement with a `text`, by default the node's own, and the `attributes` of
+        `Statement`, and return it. The scope forgets what a command or block may change
+        (`_forget_changes`); an assignment, a launch or a definition changes nothing here. A
+        statement that uses arguments which the job does not have is lost."""
         text = text or source(node).strip()
         statement = Statement(
             text,
@@ -175,29 +180,30 @@ class Reading(ABC):
             self._follow_writes(statement, node)
             self._forget_changes(statement, node)
         if not (statement.launch or statement.defines):  # no function or loop is there in the job
-            statement.text = exit_in_place_of(statement.text, self._place.leave_commands)
+            statement.text = exit_in_place_of(self._place.leave_commands, statement.text)
             self._fill_in_arguments(statement, node)
             statement.text += " &" * _is_in_background(node)
         self.statements.append(statement)
         return statement
 
     def _refuse_blank_value(self, node: Node) -> bool:
-        """Return whether an ``export``, say, has a value behind a blank, which bash does not take,
-        as in ``export KEY= abc``; then append it as lost: the value may be a secret."""
+        """Return whether an ``export`` or the like has its value behind a blank, as ``export KEY=
+        abc``, where bash does not take it. If so, append it as a lost statement: the value may be a
+        secret."""
         has_blank = bool(_BLANK_VALUE.search(source(node)))
         if has_blank:
             self._add(node, lost=BLANK_VALUE)
         return has_blank
 
     def _variable_assignment(self, node: Node, exported: bool = False) -> None:
-        """Append an assignment, and set its variable in the scope. It is exported also by an
-        earlier ``set -a``."""
+        """Append an assignment, `exported` or not, and set its variable in the scope. Behind ``set
+        -a`` it is exported in any case."""
         name, exported = self.scope.assign(node), exported or self._exports_all
         self._add(node, name=name, assigned=self.scope.value_of(name), exported=exported)
 
     def _read_shift(self, words: list[Word], node: Node) -> None:
-        """Drop known arguments by a ``shift`` of `words`. It is a statement only where set-up lines
-        give the job the script's arguments."""
+        """Drop known arguments by a ``shift`` of `words`, `node`. Append it as a statement only
+        where set-up lines give the job the script's arguments."""
         count, arguments = whole_number(words[-1], self.scope), self.scope.arguments or ()
         self.scope.arguments = arguments[1 if count is None else count :]  # None: shift alone
         if self.scope.arguments_are_set:
@@ -208,7 +214,8 @@ class Reading(ABC):
         """Append the definition of a function, and note it for calls (`_read_call`)."""
         name = source(node.child_by_field_name("name"))
         sets = names_set_in(node) | names_set_by_calls(node, self._functions)
-        self._functions[name] = node, self._add(node, defines=name, sets=sets), self._place
+        statement = self._add(node, defines=name, sets=sets)
+        self._functions[name] = KnownFunction(node, statement, self._place)
 
     @abstractmethod
     def _read_node(self, node: Node) -> None:
@@ -241,27 +248,28 @@ class Reading(ABC):
         return launch
 
     def _follow_writes(self, statement: Statement, node: Node) -> None:
-        """Note in `files` what a command or block, `node`, writes, or a function that it calls."""
+        """Set in `files` what a command or block, `node`, writes into files, or the function that
+        it calls by its first word."""
         self._forget_relative_files()
         scope = self.scope
         if statement.first in self._functions:
-            node = syntax.body_of(self._functions[statement.first][0])
+            node = syntax.body_of(self._functions[statement.first].node)
             scope = replace(scope, arguments=statement.words[1:])
         write_texts(node, scope, self.files)
 
     def _forget_relative_files(self) -> None:
-        """Remove the relative paths from `files`, if the script has moved since the last call, and
-        to a folder that is not known: they are seen from another one."""
+        """Remove relative paths from `files` if the script has moved, since the last call, to a
+        folder that is not known: they were seen from another one."""
         count = self.scope.versions["PWD"]
         if count != self._move_count and self.scope.values.get("PWD") is None:
             self.files = {path: text for path, text in self.files.items() if path[0] in "/$~"}
         self._move_count = count
 
     def _forget_changes(self, statement: Statement, node: Node) -> None:
-        """Set the variables that a command or block, `node`, may set as `sets` of its statement,
-        and have the scope forget their values; so, too, those that files set which it sources. A
-        variable that holds a launch, and only gets more words, is left open: its assignments so far
-        go to `open_commands`."""
+        """Set `sets` of a statement to the variables that it, a command or block `node`, may set,
+        also by calls and by files that it sources; and have the scope forget their values. A
+        variable that holds a launch, and only gets more words, is left open (`Scope.leave_open`):
+        its assignments so far go to `open_commands`."""
         statement.sets = names_set_in(node)
         names = statement.sets | names_set_by_calls(node, self._functions)
         growing = {n for n in statement.sets if extends_launch(n, node, self.scope, self._place)}
@@ -273,9 +281,9 @@ class Reading(ABC):
             self.open_commands[name] = before
 
     def _fill_in_arguments(self, statement: Statement, node: Node) -> None:
-        """Set `lost` of a statement that uses the arguments of the script or of a function, unless
-        the job has them. An assignment, or a simple command (`node`), that does so where they are
-        known gets their values into its text."""
+        """Change a statement that uses the arguments of the script or of a function, unless the job
+        has them: an assignment, or a simple command (`node`), gets their values into its text if
+        they are known; any other is lost."""
         are_none = self.scope.lacks_arguments and self.scope.arguments is None
         uses_arguments = syntax.uses_arguments(statement.text, are_none)
         if self.scope.arguments_are_set or not uses_arguments:

@@ -11,10 +11,14 @@ from hpc_ddp.submission.job_script.bash.quotes import split_quoted
 from hpc_ddp.submission.job_script.bash.words import Word, split_text
 from hpc_ddp.submission.job_script.launchers.launch import Launch
 from hpc_ddp.submission.job_script.launchers.option_names import is_launcher
-from hpc_ddp.submission.job_script.launchers.tasks import programs_follow_training
+from hpc_ddp.submission.job_script.launchers.program_names import programs_follow_training
 from hpc_ddp.submission.job_script.secrets import is_secret, looks_secret
 from hpc_ddp.submission.job_script.statements.reader import Reader
-from hpc_ddp.submission.job_script.statements.requeues_and_deletions import separate_requeue
+from hpc_ddp.submission.job_script.statements.requeues_and_deletions import (
+    deletes_below_missing,
+    only_tidies,
+    separate_requeue,
+)
 from hpc_ddp.submission.job_script.statements.rules import (
     DECIDED,
     DELETES,
@@ -28,6 +32,7 @@ from hpc_ddp.submission.job_script.statements.rules import (
     STARTS_PYTHON,
     TRAINS_BEHIND,
     VERDICT,
+    Limit,
     Rules,
     first_reason,
 )
@@ -105,17 +110,15 @@ class Refusals:
         }
 
     def set_reasons(self) -> tuple[dict[str, str], int]:
-        """Set `lost` and `decided`, reasons, of all statements but launches that are not lost. To
-        be called once.
+        """Set the reasons `lost` and `decided` of all statements but launches that are not lost.
+        Return the variables and functions that no line of the job sets any more, each with the
+        place in the script that sets it, as ``line 7``; and the index of the launch, or without one
+        that of the first statement that may be one. To be called once.
 
-        Lost is a statement that can't be taken over (`_find_refusal`), or that needs a name or a
-        file which a lost statement or a loop over the nodes sets or writes. Decided is one that
-        only reports how the launch ended, ends a process that the script has started, asks the
-        first node for its address by ssh, or writes a file of hosts. A lost statement that only
-        deletes gets the limit `ONCE` in place of its reason.
-
-        Return the names that are not set any more, each with the place that set it, as ``line 7``;
-        and the index of the launch: without one, that of the first statement that may be one.
+        A statement is lost if it can't be taken over (`_find_refusal`), or needs a name or a file
+        that a lost statement or a loop over the nodes sets or writes. It is decided if it only
+        reports how the launch ended, ends a process that the script has started, asks the first
+        node for its address by ssh, or writes a file of hosts.
         """
         unknown = dict.fromkeys(self._node_variables, "a loop")
         training = next((s for s in self._statements if s.launch and s.launch is self.launch), None)
@@ -162,9 +165,9 @@ class Refusals:
                 continue
             if not statement.lost:
                 statement.lost = self._find_refusal(statement, index, training, is_beside)
-            if statement.names & of_finished and not any(statement.limit):
-                statement.limit = FINALLY[0], ""
-            of_finished |= names if statement.limit[0] == FINALLY[0] else set()
+            if statement.names & of_finished and not statement.limit.test:
+                statement.limit = Limit(FINALLY.test, "")
+            of_finished |= names if statement.limit.test == FINALLY.test else set()
             if (statement.lost or has_no_hostfile) and self._is_for_hostfile(statement):
                 statement.lost, statement.decided = "", "hpc-ddp starts the workers on all nodes"
                 has_no_hostfile = True
@@ -177,9 +180,10 @@ class Refusals:
     def _refuse_if_it_needs_lost(
         self, statement: Statement, files: dict[str, str], unknown: dict[str, str]
     ) -> None:
-        """Set `lost` of a statement that reads one of the `files` which lost statements write, or
-        needs one of the `unknown` names which they set. Add the files and names of a lost statement
-        to these; a name that an assignment sets is known again. Both have lines, as ``line 7``."""
+        """Set `lost` of a statement that reads a file which a lost statement writes (`files`), or
+        needs a name which a lost statement sets (`unknown`); both have the statement's line, as
+        ``line 7``. Then add the files and names of a lost statement to these. A name that an
+        assignment which is not lost sets is removed from `unknown`."""
         line = f"line {statement.lines[0]}"
         read_files = () if PRINTS.match(statement.text) else files
         for file in (file for file in read_files if names_file(statement.text, file)):
@@ -210,8 +214,8 @@ class Refusals:
         return files == {file} and not _DOES_MORE.search(" ".join(pieces))
 
     def _fill_in_values(self, text: str, is_static: bool = True) -> str:
-        """Return bash code, `text`, with the values of the batch script's variables that are known
-        in place of ``$NAME`` and ``${NAME}``, also those with code unless `is_static`."""
+        """Return bash code, `text`, with the known values of the batch script's variables in place
+        of ``$NAME`` and ``${NAME}``: with `is_static` only values without code, which are texts."""
         values = {
             name: s.assigned.text
             for name, s in self.assigned.items()
@@ -234,9 +238,9 @@ class Refusals:
     def _finds_address(
         self, statement: Statement, of_address: Set[str], unknown: Mapping[str, str]
     ) -> bool:
-        """Return whether a statement asks a node for its address by ssh, as ``A=$(ssh $N hostname
-        -i)``; or whether it assigns, reads or prints something, and all that it needs of the
-        `unknown` names are variables `of_address`."""
+        """Return whether a statement only serves to find the first node's address: it asks a node
+        by ssh (``A=$(ssh $N hostname -i)``), or it assigns, reads or prints something and needs of
+        the `unknown` names only those `of_address`, which other such statements set."""
         if _ASKS_ADDRESS.fullmatch(statement.text):
             return True
         names = statement.names & unknown.keys()
@@ -246,13 +250,12 @@ class Refusals:
     def _find_refusal(
         self, statement: Statement, index: int, training: Statement | None, is_beside: bool
     ) -> str:
-        """Return why a statement, of an `index`, can't be taken over; '' if it can. One before the
-        launch that only deletes can: it gets the limit `ONCE`, since before each attempt it would
-        delete checkpoints. So can one behind the launch that tests a model: the limit `FINALLY`.
+        """Return the reason why a statement, of an `index`, can't be taken over; '' if it can.
 
-        `training` is the statement of the launch, None without one; `is_beside` says that the
-        training runs in the background while the statement does. Without a training the first
-        statement that may start one counts as the launch (`_launch_at`) from then on.
+        Its `limit` is set to `ONCE` if it deletes (`_may_delete`), and to `FINALLY` if it stands
+        behind the launch and only tests a model, say. `training` is the statement of the launch,
+        None without one: then `_launch_at` becomes the index of the first statement that may start
+        one. `is_beside` says that the training runs in the background while the statement does.
         """
         text, is_after = statement.text, index > self._launch_at
         is_settled = statement.name or self.find_reason(DECIDED, statement, is_after=True)
@@ -268,17 +271,9 @@ class Refusals:
         if training and is_after and (reason := self._find_shell_reason(statement, training)):
             return reason
         reason = self.find_reason(REFUSED, statement, is_after)
-        is_before = not (statement.in_task or is_after)
-        deletes = ONLY_DELETES.fullmatch(
-            self._fill_in_values(text, is_static=False)
-        ) or _only_tidies(text)
         if reason == PLACEHOLDER and statement.name and is_secret(statement.name):
             reason = ""  # it is left to the submitting shell
-        if reason == DELETES and is_before and _deletes_below_missing(text):
-            reason = ""
-        if reason == DELETES and is_before and deletes:
-            statement.limit, reason = ONCE, ""
-        if reason == DELETES and is_after and self._only_deletes_written(text, index):
+        if reason == DELETES and self._may_delete(statement, index):
             reason = ""
         filled = self._fill_in_values(text, is_static=False) if is_after else text
         if is_after and not reason and re.match(STARTS_PYTHON, filled, re.S):
@@ -300,6 +295,23 @@ class Refusals:
         is_in_both = _IN_BOTH.match(text) and all(map(_IN_BOTH.match, commands))
         return reason or (_OUTSIDE if is_outside and not is_in_both else "")
 
+    def _may_delete(self, statement: Statement, index: int) -> bool:
+        """Return whether a statement, of an `index`, that deletes something can be a line of the
+        job. Behind the launch that is one which only deletes files that lines before it write; in
+        front of it in the batch script, one that deletes below a folder which is not there
+        (`deletes_below_missing`), or only deletes: the latter gets the limit `ONCE`, since before
+        each attempt it would delete checkpoints."""
+        if index > self._launch_at:
+            return self._only_deletes_written(statement.text, index)
+        if statement.in_task:
+            return False
+        if deletes_below_missing(statement.text):
+            return True
+        code = self._fill_in_values(statement.text, is_static=False)
+        only_deletes = bool(ONLY_DELETES.fullmatch(code)) or only_tidies(statement.text)
+        statement.limit = ONCE if only_deletes else statement.limit
+        return only_deletes
+
     def _only_deletes_written(self, text: str, index: int) -> bool:
         """Return whether a command, a `text`, only deletes files that statements before it, up to
         an `index`, write by redirection. Folders that they make do not count: runs may be there."""
@@ -312,8 +324,9 @@ class Refusals:
         return bool(paths) and files.issuperset(paths)
 
     def _may_launch(self, text: str) -> bool:
-        """Return whether a statement's text starts a step or a Python program, or begins with a
-        variable that holds a launcher, or is an array of the script's."""
+        """Return whether a statement, `text`, may be a launch: it starts a step or a Python
+        program, or begins with a variable that holds a launcher, or with an array of the script's
+        (``"${CMD[@]}"``)."""
         by_variable = _BY_VARIABLE.match(text)
         holds_launch = by_variable is not None and by_variable[1] in self._launching
         is_array = re.fullmatch(r"(?:eval\s+)?\"?\$\{(\w+)\[@\]\}\"?.*", text, re.S)
@@ -321,16 +334,16 @@ class Refusals:
         return holds_launch or bool(_STEP.match(text) or re.match(STARTS_PYTHON, text, re.S))
 
     def _names_launch(self, statement: Statement) -> bool:
-        """Return whether a command that does not print has a launch or a Python program among its
-        words, with the values of variables in them: ``run_with_retry "$LAUNCH"``."""
+        """Return whether a command has a whole launch or Python program as one of its words, as
+        ``run_with_retry "$LAUNCH"`` for a known value of LAUNCH. A print has none."""
         texts = [self._fill_in_values(word.text) for word in statement.words]
         is_print = PRINTS.match(statement.text) or re.match(r"(log|echo|tee)\w*\b", statement.text)
         return not is_print and any(" " in text and _STARTS.match(text) for text in texts)
 
     def _find_shell_reason(self, statement: Statement, training: Statement) -> str:
-        """Return why a statement behind a child shell, ``( … )``, that has the `training` in it
-        can't be a clean-up line: it needs a name that the shell sets; '' without a reason. The
-        shell of a task changes nothing for clean-up lines."""
+        """Return the reason why a statement behind a child shell, ``( … )``, with the `training` in
+        it can't be a clean-up line: it needs a name to which that shell gives another value; ''
+        without a reason. A name that a shell in a task sets does not count."""
         depth = len(statement.shells)
         if len(training.shells) <= depth:
             return ""
@@ -341,8 +354,9 @@ class Refusals:
         return ""
 
     def is_of_launch(self, name: str) -> bool:
-        """Return whether the assignment of the variable `name`, or of one that it needs, is of the
-        rendezvous, or of how the launch ended, by its text."""
+        """Return whether the variable `name` serves the launch alone: the text of its assignment,
+        or of that of a variable which it needs, has to do with the rendezvous (a port, the nodes'
+        names), or with how the launch ended."""
         names, checked = {name}, set[str]()
         while names := names - checked:
             texts = [self.assigned[n] for n in names & self.assigned.keys()]
@@ -372,24 +386,3 @@ class Refusals:
         if self._name:
             text = re.sub(rf"(?<=[\s/\"']){re.escape(self._name)}(?=[\s\"';)]|$)", "$0", text)
         return first_reason(rules, text, is_after)
-
-
-def _deletes_below_missing(text: str) -> bool:
-    """Return whether bash code, `text`, is an ``if [ ! -d FOLDER ]`` that deletes nothing but this
-    folder, and what is below it, which is not there before."""
-    text = re.sub("[\"']", "", text)
-    folder = re.match(r"if\s+\[\[?\s+!\s+-[def]\s+(\S+)\s+\]", text)
-    if folder is None or re.search(r"\belse\b|\belif\b|\.\./", text):
-        return False
-    commands = map(syntax.source, syntax.commands_of(syntax.parse(text)))
-    deleted = [word for c in commands if c.startswith("rm ") for word in c.split()[1:]]
-    paths = [word for word in deleted if word[:1] != "-"]
-    return bool(paths) and all(f"{path}/".startswith(f"{folder[1]}/") for path in paths)
-
-
-def _only_tidies(text: str) -> bool:
-    """Return whether bash code, `text`, is an ``if`` of commands that delete or make folders, print
-    or test."""
-    root = syntax.parse(text)
-    is_if = [child.type for child in root.named_children] == ["if_statement"]
-    return is_if and blocks.only_reports(root, {"rm", "mkdir", "["})

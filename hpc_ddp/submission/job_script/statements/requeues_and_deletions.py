@@ -1,4 +1,5 @@
-"""Commands that are taken out of statements: those that requeue the job, and deletions."""
+"""Commands that requeue the job, and deletions: how they are taken out of statements, and which
+deletions can stay."""
 
 from __future__ import annotations
 
@@ -15,24 +16,17 @@ _DOCUMENT = re.compile(
     r"\b(?:ba)?sh\b[^\n;|&]*<<-?\s*(?P<quote>[\"']?)(?P<end>\w+)(?P=quote)[^\n]*\n"
     r"(?P<text>.*?)^\s*(?P=end)$", re.S | re.M
 )  # fmt: skip
+# Commands beside a requeue by which a statement does not do more.
 _IDLE = {
     *blocks.REPORTING,
-    "sleep",
-    "[",
-    "trap",
-    "kill",
-    "set",
-    "cd",
-    "module",
-    "scontrol",
-    "squeue",
+    *["sleep", "[", "trap", "kill", "set", "cd", "module", "scontrol", "squeue"],
 }
 
 
 def does_more(text: str, functions: Container[str] = ()) -> bool:
-    """Return whether bash code, `text`, with a command that requeues the job, has one that neither
-    requeues, prints, waits, asks Slurm, ends something, nor calls one of the `functions`. Raise as
-    `syntax.parse`."""
+    """Return whether bash code, `text`, that requeues the job does more: it has a command that
+    neither requeues, prints, waits, asks Slurm, ends something, nor calls one of the `functions`,
+    which are names. Raise as `syntax.parse`."""
     commands = map(source, syntax.commands_of(syntax.parse(text)))
     return any(not (_is_idle(text) or _command_name(text) in functions) for text in commands)
 
@@ -45,16 +39,16 @@ def only_reports_or_requeues(node: Node) -> bool:
 
 
 def separate_requeue(statement: Statement, functions: Mapping[str, Statement]) -> None:
-    """Take a requeue of the job out of a statement that does more: a ``:`` stands in its place.
-    Where it stands in a trap, or in one of the `functions` (by name) that the statement calls, the
-    statement is lost. A launch, an assignment and a definition stay as they are. Raise as
-    `syntax.parse`."""
+    """Take the commands that requeue the job out of a statement's text, if that does more: a ``:``
+    stands in their place. Where they stand in a trap, or in one of the `functions` (by name) that
+    the statement calls, set `lost`. A launch, an assignment and a definition stay as they are.
+    Raise as `syntax.parse`."""
     text = "\n".join(s.text for s in with_functions(statement, functions))
     is_plain = not (statement.launch or statement.name or statement.defines or statement.lost)
     if not (is_plain and re.search(REQUEUES, text)):
         return
     inner = statement.words[1].text if statement.first == "trap" and statement.words[1:] else ""
-    called = "\n".join(source(syntax.body_of(d)) for d in _definitions(text))
+    called = "\n".join(source(syntax.body_of(d)) for d in syntax.functions_in(syntax.parse(text)))
     if does_more(inner, functions) or does_more(called, functions):
         statement.lost = (
             "it requeues the job, which hpc-ddp does, and does more: teardown, if needed"
@@ -69,9 +63,9 @@ def separate_requeue(statement: Statement, functions: Mapping[str, Statement]) -
 
 
 def separate_deletions(statements: list[Statement], at: int) -> int:
-    """Take each command that deletes something out of the here-documents of `statements` before the
-    launch, whose index is `at`, that a shell reads: a ``:`` stands in its place, and behind the
-    statement the command as a lost statement of its own. Return the launch's new index. Raise as
+    """Take each command that deletes something out of the here-documents which a shell reads
+    (``bash <<EOT``), of `statements` before the launch, whose index is `at`. A ``:`` stands in its
+    place, and the command is a lost statement behind. Return the launch's new index. Raise as
     `syntax.parse`."""
     parts = list[Statement]()
     for statement in statements[:at]:
@@ -92,10 +86,25 @@ def separate_deletions(statements: list[Statement], at: int) -> int:
     return at + shift
 
 
-def _definitions(text: str) -> list[Node]:
-    """Return the definitions of functions in bash code."""
-    nodes = syntax.all_below(syntax.parse(text))
-    return [node for node in nodes if node.type == "function_definition"]
+def deletes_below_missing(text: str) -> bool:
+    """Return whether bash code, `text`, is an ``if [ ! -d FOLDER ]`` that deletes nothing but this
+    folder, and what is below it, which is not there before."""
+    text = re.sub("[\"']", "", text)
+    folder = re.match(r"if\s+\[\[?\s+!\s+-[def]\s+(\S+)\s+\]", text)
+    if folder is None or re.search(r"\belse\b|\belif\b|\.\./", text):
+        return False
+    commands = map(syntax.source, syntax.commands_of(syntax.parse(text)))
+    deleted = [word for c in commands if c.startswith("rm ") for word in c.split()[1:]]
+    paths = [word for word in deleted if word[:1] != "-"]
+    return bool(paths) and all(f"{path}/".startswith(f"{folder[1]}/") for path in paths)
+
+
+def only_tidies(text: str) -> bool:
+    """Return whether bash code, `text`, is an ``if`` of commands that delete or make folders, print
+    or test."""
+    root = syntax.parse(text)
+    is_if = [child.type for child in root.named_children] == ["if_statement"]
+    return is_if and blocks.only_reports(root, {"rm", "mkdir", "["})
 
 
 def _is_idle(command: str) -> bool:

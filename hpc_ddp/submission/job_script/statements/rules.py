@@ -1,8 +1,10 @@
-"""Rules by the text of a line: what can't be taken over, what hpc-ddp does itself, and why."""
+"""Rules by the text of a line: what can't be taken over (`REFUSED`), and what hpc-ddp does itself
+(`DECIDED`), each with the reason; and patterns that other modules use for the same texts."""
 
 from __future__ import annotations
 
 import re
+from typing import NamedTuple
 
 from hpc_ddp.submission.job_script.conversion import NO_COMPONENTS
 
@@ -51,9 +53,18 @@ ONLY_DELETES = re.compile(
 # Whether a run, or the task of an array that it is, may have had an attempt: nothing is deleted
 # where that can't be known.
 ATTEMPTED = '[ "${HPC_DDP_FIRST_START-}" != yes ]'
-# Limits of lines: the test that leaves one out, and the note.
-ONCE = ATTEMPTED, "deletes in the first attempt alone: later ones go on with what is there"
-FINALLY = (
+
+
+class Limit(NamedTuple):
+    """When a set-up or clean-up line does not run: the test of bash that leaves it out, '' for
+    none; and the note on it for the user."""
+
+    test: str = ""
+    note: str = ""
+
+
+ONCE = Limit(ATTEMPTED, "deletes in the first attempt alone: later ones go on with what is there")
+FINALLY = Limit(
     '[ "$HPC_DDP_VERDICT" != finished ]',
     "a second launch: teardown starts it once the training has finished; it is not requeued",
 )
@@ -86,9 +97,9 @@ RELATIVE = re.compile(
 _OF_FOLDER = re.compile(
     r"(?:^|[;&|({\n]\s*|\b(?:if|then|do)\s+)(?:\.{1,2}/|(?:sh|git|make|cmake|tar|unzip|wget|uv|touch)\s"
     r"|wandb\s+(?!login)|pip3?\s+install\s[^\n;&|]*(?:-e|-r|\s\.)|python[\d.]*\s+-c\s"
-    r"|\[\[?\s+(?:!\s+)?-[defrsx]\s+[\"']?[\w.])|\bactivate\s+\.{1,2}/",
+    r"|\[\[?\s+(?:!\s+)?-[defrsx]\s+[\"']?[\w.])|\bactivate\s+\.{1,2}/"
 )
-_BEFORE, _AFTER, _AROUND = (False,), (True,), (False, True)  # the launch
+_BEFORE, _AFTER, _AROUND = (False,), (True,), (False, True)  # places: values of `is_after`
 _ON_HOSTS = "it runs something on other hosts: node-setup, if needed"
 # A text each of whose ssh makes folders or copies files, and which starts or ends nothing.
 _COPIES_BY_SSH = (
@@ -96,7 +107,7 @@ _COPIES_BY_SSH = (
     r"((?!\bssh\s).|\bssh\s+(-\S+\s+([\w]+=\S+\s+)?)*[\w\"'${}\[\]@.:-]+\s+[\"']?"
     r"(mkdir|cp|rsync|tar|ln|touch|unzip|chmod)\b)*$"
 )
-# What can't be taken over, and what hpc-ddp does itself: pattern, place, and reason.
+# Each with the pattern of a text, the places where it counts (`is_after` the launch), and a reason.
 Rules = tuple[tuple[str, tuple[bool, ...], str], ...]
 REFUSED: Rules = (
     (rf"(?!.*({REQUEUES}))(?!{PRINTS_ON_ERROR}\s*(\n|$)|{_PRINTS_ON_SIGNAL})"
@@ -132,25 +143,18 @@ REFUSED: Rules = (
 DECIDED: Rules = (
     (f".*({REQUEUES})", _AROUND, "the job is requeued until it has finished"),
     (r"exit\b", _AROUND, "hpc-ddp waits for the workers, and ends the job"),
-    (r"wait\b", _AFTER, "hpc-ddp waits for the workers, and ends the job"),
-    (
-        r"for\s+\w+\s+in\s[^;\n]*(;|\n)\s*do\s+wait\s[^;\n]*(;|\n)\s*done$",
-        _AFTER,
-        "hpc-ddp waits for the workers, and ends the job",
-    ),
+    (r"wait\b|sleep\s|for\s+\w+\s+in\s[^;\n]*(;|\n)\s*do\s+wait\s[^;\n]*(;|\n)\s*done$", _AFTER,
+     "hpc-ddp waits for the workers, and ends the job"),
     (_PRINTS_ON_SIGNAL, _AROUND, "hpc-ddp says which signal came, and why a job ends"),
-    (
-        r"(['\"]{2})?(['\"])[^'\"$`]*\n[^'\"$`]*['\"]+$",
-        _AROUND,
-        "a text, and no command: a comment?",
-    ),
-    (r"sleep\s", _AFTER, "hpc-ddp waits for the workers, and ends the job"),
-)
+    (r"(['\"]{2})?(['\"])[^'\"$`]*\n[^'\"$`]*['\"]+$", _AROUND,
+     "a text, and no command: a comment?"),
+)  # fmt: skip
 
 
 def depends_on_folder(text: str, is_assignment: bool) -> bool:
     """Return whether a line, `text`, may do another thing in another folder: it names a file by a
-    relative path, or is a command of its folder. Only the ``$(…)`` of an assignment counts."""
+    relative path (``cp a b``), or is a command that works on its folder (``git pull``). Only
+    the code in ``$(…)`` of an assignment counts."""
     if is_assignment:
         codes = re.findall(r"(?:\$\((?!\()|`)(.*)", text, re.S)
         return any(RELATIVE.search(code) or _OF_FOLDER.search(code) for code in codes)

@@ -1,4 +1,4 @@
-"""The statements of a job script: set-up lines, variables, the launch, and the rest."""
+"""The fate of each statement: a set-up or clean-up line, a variable, a setting, or nothing."""
 
 from __future__ import annotations
 
@@ -28,11 +28,7 @@ from hpc_ddp.submission.job_script.statements.rules import (
     PRINTS,
     depends_on_folder,
 )
-from hpc_ddp.submission.job_script.statements.statement import (
-    Statement,
-    first_load,
-    with_functions,
-)
+from hpc_ddp.submission.job_script.statements.statement import Statement, first_load, with_functions
 
 # In the text of a command line: an option, a program, or a launcher.
 _OF_A_COMMAND = re.compile(r"(?:^|[\s=\"'])(?:--?\w|\S+\.py\b|srun|torchrun|python|accelerate)")
@@ -42,8 +38,6 @@ _SUFFIX = re.compile(
     r"[\"']?(i|-[a-z][\w-]*)[\"']?",
     re.I | re.S,
 )
-
-
 # A variable that a line's text reads, also in quotes, by printenv, and by Python.
 _READS = re.compile(r"(?:\$\{?|environ\W+|getenv\W+|\bprintenv\s+)([A-Z]\w*)")
 
@@ -93,9 +87,8 @@ class Sorter:
         self._of_files: Set[str] | None = frozenset()  # names in files that lines load; None: any
 
     def take_statements(self) -> None:
-        """Put all statements but the launch into `result`: set-up and clean-up lines, variables,
-        and each line's group. Change `lost` and `decided` of statements, and set
-        ``result.unknown``. To be called once."""
+        """Put all statements but the launch, and each line's group, into `result`. Set `lost` and
+        `decided` of all statements, and ``result.unknown``. To be called once."""
         self.result.unknown, self._launch_at = self._refusals.set_reasons()
         names = {n for word in self.launch.words for n in word.names} if self.launch else set()
         self._needed |= {n for n in names if not is_of_hpc_ddp(n) or n in self._refusals.assigned}
@@ -133,8 +126,8 @@ class Sorter:
         self.result.env = dict(reversed(self.result.env.items()))
 
     def _find_return(self) -> int:
-        """Return the index of the first statement behind a child shell of the batch script that is
-        around the launch, and changes the folder for itself; -1 without one."""
+        """Return the index of the first statement behind ``(cd DIR; srun …)``, a child shell with
+        the launch and a ``cd`` in it: there bash is back in the folder before. -1 without one."""
         shells = self._statements[self._launch_at].shells if self.launch else ()
         for index, statement in enumerate(
             self._statements[self._launch_at + 1 :], self._launch_at + 1
@@ -147,8 +140,9 @@ class Sorter:
 
     def _decide_fate(self, statement: Statement, index: int) -> Fate:
         """Return what becomes of a statement, of an `index`. Put its variable or ``chdir`` into
-        `result`, and note the names that it needs: so it must be called for the last statement
-        first. Its set-up or clean-up line is left to the caller."""
+        `result`, and add the names that it needs to `_needed`, by which earlier statements are
+        judged: call it for the last statement first. The caller adds its set-up or clean-up
+        line."""
         is_after = index > self._launch_at
         is_print = bool(PRINTS.match(statement.text))
         if statement.lost == OF_ARGUMENTS and self._is_unused(statement):
@@ -182,16 +176,17 @@ class Sorter:
         return self._keep_as_line(statement, statement.text, is_after)
 
     def _is_unused(self, statement: Statement) -> bool:
-        """Return whether a statement assigns a variable that is not exported, and that neither the
-        launch, a file that a line loads, nor any other statement needs."""
+        """Return whether a statement assigns a variable that nothing uses: it is not exported, and
+        neither the launch, a file that a line loads, nor another statement needs it. False without
+        a launch."""
         needs = {n for s in self._statements if s is not statement for n in s.names}
         is_local = statement.name and not statement.exported and self._of_files is not None
         return bool(is_local and self.launch and statement.name not in self._needed | needs)
 
     def _keep_as_line(self, statement: Statement, text: str, is_after: bool) -> Fate:
-        """Return the set-up line, or with `is_after` the clean-up line, that a statement becomes:
-        its `text`, with a note in `result` where it is changed. Note the names that it sets and
-        needs. The batch script's variables in a task's line go to ``expand``."""
+        """Return the fate of a statement that becomes a set-up line, or with `is_after` a clean-up
+        line, of its `text`. Add the names that it sets to `kept`, and those that it needs to
+        `_needed`; the batch script's variables in the line of a task go to ``expand``."""
         key = "teardown" if is_after else "setup"
         text = self._limit_line(statement, text)
         if statement.in_task:
@@ -206,9 +201,9 @@ class Sorter:
         return Fate(TAKEN, key, text)
 
     def _limit_line(self, statement: Statement, text: str) -> str:
-        """Return the text of a line: of a trap for the script's end and signals only that for the
-        end; of a statement with a `limit` one that runs in a run's first attempt alone, say. Both
-        get a note."""
+        """Return the `text` of a line as it can run in the job, with a note where it changes: a
+        trap for the script's end and for signals becomes one for the end alone; a statement with a
+        `limit` becomes ``[ TEST ] || { …; }``."""
         trap = ON_EXIT.fullmatch(text)
         if trap and {*trap["signals"].split()} - {"EXIT", "0"}:
             text = f"{trap['trap']} EXIT"
@@ -222,9 +217,9 @@ class Sorter:
         return text
 
     def _note_needs(self, statement: Statement, is_after: bool) -> None:
-        """Note the variables and functions that a line needs, by itself, by functions that it
-        calls, and by a file that it loads if it is a set-up line, and not a clean-up line
-        (`is_after`)."""
+        """Add the variables and functions that a line needs, by itself and by functions that it
+        calls, to `_needed`, and those of a file that it loads to `_of_files`; the latter not for a
+        clean-up line (`is_after`), behind which nothing is set any more."""
         functions = self._refusals.functions
         self._needed |= {name for s in with_functions(statement, functions) for name in s.names}
         # Also in the quoted text of another shell, or by a program of the line.
@@ -342,9 +337,9 @@ class Sorter:
         return Fate(OURS, "nothing that is left needs it")
 
     def _is_used(self, statement: Statement) -> bool:
-        """Return whether an assignment has to stay: the launch or a line that stays needs its
-        variable, a file that a line loads may, or it is exported. An exported command line that
-        only the launch is made of need not."""
+        """Return whether an assignment has to stay: it is exported, the launch or a line that stays
+        needs its variable, or a file that a line loads may. A variable that holds the launch's
+        command line need not stay because it is exported."""
         name = statement.name
         is_only_in_launch = name in self._in_launch & self._commands and not statement.in_task
         is_of_batch = statement.of_script and not (statement.in_task or is_of_hpc_ddp(name))

@@ -1,10 +1,12 @@
-"""A statement of a job script, and its relations to others."""
+"""A statement of a job script, its relations to functions and files, and exit codes that others ask
+for."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from hpc_ddp.submission.job_script.bash import blocks, syntax
 from hpc_ddp.submission.job_script.bash.values import Value
@@ -15,6 +17,7 @@ from hpc_ddp.submission.job_script.statements.rules import (
     ENDED,
     ON_EXIT,
     PRINTS,
+    Limit,
     first_reason,
 )
 
@@ -26,6 +29,8 @@ _LEAVES_NOTHING = re.compile(
     r"(?P<redirect>[12&]?>>?\s*/dev/null|[12]?>&[12])|\btrap\s+-(\s+[A-Z]\w*)*"
     r"|\b(local\s+)?\w+=\$\?"
 )
+# Variables that each login exports.
+_OF_A_LOGIN = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "MANPATH", "HOME", "TMPDIR", "LANG")
 _EXIT_CODE = re.compile(r"\$\?|\$\{PIPESTATUS\[0\]\}")
 _ASKS = re.compile(r"\$\?|\bPIPESTATUS\b")
 _COMMANDS = {"command", "test_command", "variable_assignment", "declaration_command"}
@@ -59,10 +64,8 @@ class Place:
     def of_call(self, definition: Place, call: Statement) -> Place:
         """Return the place of the body of a function, with that of its `definition`, for a `call`
         of it here."""
-        place = replace(
-            self, lines=definition.lines, shift=definition.shift, leave_commands="return"
-        )
-        return replace(place, call=self.call or call)
+        place = replace(self, leave_commands="return", call=self.call or call)
+        return replace(place, lines=definition.lines, shift=definition.shift)
 
     @property
     def in_task(self) -> bool:
@@ -70,10 +73,19 @@ class Place:
         return bool(self.step) or self.in_image
 
 
+class KnownFunction(NamedTuple):
+    """A function of the script: the node and the statement of its definition, and its place."""
+
+    node: syntax.Node
+    statement: Statement
+    place: Place
+
+
 @dataclass
 class Statement:
-    """One statement of a script: an assignment (of `assigned` to `name`), a launch, a function
-    (`defines`), or another command or block, which may set the variables `sets`.
+    """One statement of a script: an assignment (of `assigned` to `name`), a launch, the definition
+    of a function (`defines`, its name), or another command or block, which may set the variables
+    `sets`.
 
     `lines` are its first and last line in the script; `in_task` says that each task runs it, in
     ``bash -c``; `output` is the file that a launch writes to. `lost` is the reason why the
@@ -97,9 +109,9 @@ class Statement:
     choices: list[Launch] = field(default_factory=list)  # of a condition or loop that is lost
     decided: str = ""
     defines: str = ""
-    limit: tuple[str, str] = ("", "")  # a test that leaves the line out, and a note: `ONCE`, say
-    # Of the other side of a launch's list, ``|| exit 1``: whether it only prints, keeps the exit
-    # code, or ends the script; and that launch. None for any other statement.
+    limit: Limit = field(default_factory=Limit)  # when the line that it becomes runs: `ONCE`, say
+    # Of the other side of a launch's list, as ``|| exit 1``: whether it only prints, keeps the exit
+    # code or ends the script, and the launch. None for a statement that is no such side.
     is_report: bool | None = None
     reported_launch: Launch | None = None
     uses_own_code: bool = False  # its ``$?`` is the exit code of a command of its own
@@ -169,6 +181,16 @@ def _is_among(node: syntax.Node, processes: Set[str]) -> bool:
     return match is not None and (match[1] is None or match[1] in processes)
 
 
+def mark_exported(statements: Sequence[Statement], shell_names: Set[str]) -> None:
+    """Set `exported` of each assignment whose variable is exported already: by an earlier
+    statement, by each login (PATH, say), or by the shell that submits (`shell_names`). bash then
+    exports the new value, too."""
+    exported = {*_OF_A_LOGIN, *shell_names}
+    for statement in statements:
+        statement.exported |= statement.name in exported
+        exported |= {statement.name} if statement.exported else set()
+
+
 def first_load(statements: Sequence[Statement]) -> int:
     """Return the index of the first statement that loads a module, a file or an environment, or
     evaluates a text: each may set any variable. Without one return the number of statements."""
@@ -176,17 +198,18 @@ def first_load(statements: Sequence[Statement]) -> int:
     return next(loads, len(statements))
 
 
-def _is_right_behind(statements: Sequence[Statement], at: int) -> bool:
+def _is_right_behind(statements: Sequence[Statement], launch_index: int) -> bool:
     """Return whether ``$?`` behind all `statements` is the exit code of the launch, which has the
-    index `at`: by a ``wait``, or since nothing stands between them but lines of its tasks."""
-    between = statements[at + 1 :]
+    `launch_index`: the last of them is a ``wait``, or all behind the launch are lines of its tasks,
+    or keep its process id."""
+    between = statements[launch_index + 1 :]
     is_end = any(re.match(r"wait\b|for\s[^;\n]*[;\n]\s*do\s+wait\b", s.text) for s in between[-1:])
     return is_end or all(s.in_task or re.match(r"\w+=\"?\$!", s.text) for s in between)
 
 
 def _asks_for_earlier_code(text: str) -> bool:
-    """Return whether bash code asks for the exit code of the command before it, and not of one of
-    its own, other than ``wait``. Raise as `syntax.parse`."""
+    """Return whether bash code, `text`, asks by ``$?`` for the exit code of the command before it:
+    none of its own commands but ``wait`` comes before the first ``$?``. Raise as `syntax.parse`."""
     if not _ASKS.search(text):
         return False
     root = syntax.parse(text)
@@ -196,14 +219,15 @@ def _asks_for_earlier_code(text: str) -> bool:
     return all(syntax.source(node).startswith("wait") for node in ended)
 
 
-def join_exit_codes(statements: list[Statement], at: int) -> None:
-    """Join each statement behind the launch, which has the index `at`, that asks for the exit code
-    of another command to that command's: both stay, or neither. A print, say, whose code is 0,
-    stays apart. Set `uses_own_code`. Raise as `syntax.parse`."""
+def join_exit_codes(statements: list[Statement], launch_index: int) -> None:
+    """Join each statement that asks for the exit code of the command before it, and stands behind
+    the launch, which has the `launch_index`, to that command's statement: both stay, or neither.
+    Behind a command with the code 0, as a print, it stays apart, with 0 for the code. Set
+    `uses_own_code` of all statements behind the launch. Raise as `syntax.parse`."""
     functions = {s.defines: s for s in statements if s.defines}
-    commands = statements[: at + 1]
-    for statement in statements[at + 1 :]:
-        before, is_behind = commands[-1], _is_right_behind(commands, at)
+    commands = statements[: launch_index + 1]
+    for statement in statements[launch_index + 1 :]:
+        before, is_behind = commands[-1], _is_right_behind(commands, launch_index)
         texts = [s.text for s in with_functions(statement, functions)]
         is_apart = (
             statement.in_task or statement.defines or statement.reported_launch or statement.launch
@@ -239,7 +263,8 @@ def _has_code_0(statement: Statement) -> bool:
 
 
 def _join(before: Statement, statement: Statement) -> None:
-    """Add the text of a statement, its lines and what it sets to the one `before` it."""
+    """Add the text of a statement, its lines and what it sets to those of the statement `before`
+    it, which is no assignment any more."""
     for part in (before, statement):
         part.text = f"export {part.text}" if part.name and part.exported else part.text
     before.sets |= {before.name, statement.name, *statement.sets} - {""}
@@ -247,22 +272,21 @@ def _join(before: Statement, statement: Statement) -> None:
     before.lines = before.lines[0], statement.lines[1]
 
 
-def _asks_exit_code(statements: Sequence[Statement], at: int, index: int) -> bool:
-    """Return whether a statement, of an `index`, asks for the exit code of the launch, `at` another
-    index."""
-    statement = statements[index]
+def _asks_exit_code(statement: Statement) -> bool:
+    """Return whether a statement behind the launch asks by ``$?`` for the exit code of the launch,
+    and not of a command of its own; the other side of the launch's list does not count."""
     asks = statement.is_report is None and _EXIT_CODE.search(statement.text)
     return bool(asks) and not statement.uses_own_code
 
 
-def needs_exit_code(statements: Sequence[Statement], at: int) -> bool:
-    """Return whether a line behind the launch, the statement `at` an index, depends on how the
-    launch ended, and does more than print: by the exit code, or since a line before it may end the
-    script."""
+def needs_exit_code(statements: Sequence[Statement], launch_index: int) -> bool:
+    """Return whether a line behind the launch, which has the `launch_index`, does more than print
+    and depends on how the launch ended: it uses the exit code, or a line before it may end the
+    script by that."""
     status, may_end, of_others = set[str](), False, set[str]()
     functions = {s.defines: s for s in statements if s.defines}
-    for index, statement in enumerate(statements[at + 1 :], at + 1):
-        is_of_other = statement.reported_launch not in (None, statements[at].launch)
+    for statement in statements[launch_index + 1 :]:
+        is_of_other = statement.reported_launch not in (None, statements[launch_index].launch)
         is_line = not (statement.launch or statement.defines or statement.in_task)
         if statement.lost or is_of_other or not is_line:
             continue
@@ -277,7 +301,7 @@ def needs_exit_code(statements: Sequence[Statement], at: int) -> bool:
             continue
         status -= {statement.name}
         depends = statement.is_report is False or statement.names & status
-        if depends or _asks_exit_code(statements, at, index):
+        if depends or _asks_exit_code(statement):
             return True
         is_idle = statement.name or PRINTS.match(statement.text)
         if may_end and not (is_idle or first_reason(DECIDED, statement.text, is_after=True)):
@@ -286,15 +310,19 @@ def needs_exit_code(statements: Sequence[Statement], at: int) -> bool:
 
 
 def settle_exit_code(
-    statements: Sequence[Statement], at: int, index: int, status: set[str], is_kept: bool
+    statements: Sequence[Statement], launch_index: int, index: int, status: set[str], is_kept: bool
 ) -> bool:
-    """Return whether a statement, of an `index`, asks how the launch (`at`) ended, and nothing is
-    left of it. Where the exit code `is_kept` (`needs_exit_code`) it stays, right behind the launch
-    with `ENDED` in front of it. The variables `status` have the code."""
+    """Return whether a statement, of an `index`, only asks how the launch ended, so that nothing is
+    left of it. If the exit code `is_kept` (`needs_exit_code`), one that stands right behind the
+    launch stays: its text gets `ENDED` in front, whose exit code is the launch's. `status` has the
+    variables with the code; one that the statement sets anew is removed from it."""
     statement = statements[index]
-    if index < at or statement.reported_launch not in (None, statements[at].launch):
+    if index < launch_index or statement.reported_launch not in (
+        None,
+        statements[launch_index].launch,
+    ):
         return statement.reported_launch is not None  # of another command, which stays with it
-    if is_kept and _asks_exit_code(statements, at, index):
+    if is_kept and _asks_exit_code(statement):
         code = _EXIT_CODE.sub("$?", re.sub(r"wait\b[^|&;\n]*", f"{ENDED} ", statement.text))
         statement.text = code if code.startswith(ENDED) else f"{ENDED}\n{code}"
         return False
@@ -314,23 +342,19 @@ def with_functions(statement: Statement, functions: Mapping[str, Statement]) -> 
     return [*needed.values()]
 
 
-def names_set_by_calls(
-    node: syntax.Node, functions: Mapping[str, tuple[syntax.Node, Statement, Place]]
-) -> set[str]:
+def names_set_by_calls(node: syntax.Node, functions: Mapping[str, KnownFunction]) -> set[str]:
     """Return the variables that a block may set by calls of functions. `functions` has, by name,
     definition, statement and place of each that is known."""
     names = {syntax.source(c.child_by_field_name("name")) for c in syntax.commands_of(node)}
     called = (functions[name] for name in names & functions.keys())
-    return {name for _, statement, _ in called for name in statement.sets}
+    return {name for function in called for name in function.statement.sets}
 
 
-def changes_folder(
-    name: str, functions: Mapping[str, tuple[syntax.Node, Statement, Place]]
-) -> bool:
+def changes_folder(name: str, functions: Mapping[str, KnownFunction]) -> bool:
     """Return whether a call of the function `name` may leave the script in another folder: by a
     ``cd``, or a ``pushd`` without its ``popd``, also in a function that it calls. `functions` is as
     in `names_set_by_calls`."""
-    body = syntax.body_of(functions[name][0])
+    body = syntax.body_of(functions[name].node)
     if body.type != "compound_statement":  # ( … ) is a child shell
         return False
     moves = re.findall(r"(?:^|[\s;&])(cd|pushd|popd)\b", syntax.source(body))
@@ -341,7 +365,7 @@ def changes_folder(
     return any(changes_folder(n, inner) for n in names & inner.keys())
 
 
-def text_of_bash_c(word: Word) -> str:
+def bash_c_text(word: Word) -> str:
     """Return the text that ``bash -c`` gets, as a script of its own. The outer bash has put the
     values of its variables into the text, also between single quotes; there each variable gets
     double quotes, so that the text means the same where it is read for the first time:
@@ -354,8 +378,8 @@ def text_of_bash_c(word: Word) -> str:
 
 
 def calls_function(statement: Statement, name: str) -> bool:
-    """Return whether a statement calls the function `name`, and is no launch, no assignment, and no
-    trap but for the script's end."""
+    """Return whether a statement that may become a line of the job calls the function `name`. A
+    launch, an assignment, a lost statement, and a trap other than for the script's end do not."""
     is_notice = statement.first == "trap" and not ON_EXIT.match(statement.text)
     is_line = not (statement.launch or statement.name or statement.lost or is_notice)
     return is_line and name in statement.names

@@ -1,14 +1,15 @@
-"""The launch that is the training, among those of a job script."""
+"""Which launch of a job script is the training, and what becomes of the other launches."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from hpc_ddp.submission.job_script.bash.values import Counted
 from hpc_ddp.submission.job_script.conversion import TAKEN, Conversion
 from hpc_ddp.submission.job_script.launchers.launch import Launch
-from hpc_ddp.submission.job_script.launchers.tasks import (
+from hpc_ddp.submission.job_script.launchers.program_names import (
     PREPARES,
     TESTS,
     TRAINS,
@@ -20,10 +21,8 @@ from hpc_ddp.submission.job_script.launchers.tasks import (
 from hpc_ddp.submission.job_script.statements.open_commands import leave_empty
 from hpc_ddp.submission.job_script.statements.reader import Reader
 from hpc_ddp.submission.job_script.statements.rules import ENDED, FINALLY, PRINTS, STARTS_PYTHON
-from hpc_ddp.submission.job_script.statements.statement import Statement, names_file
+from hpc_ddp.submission.job_script.statements.statement import Statement, calls_function, names_file
 
-# What a launch is to be chosen from: the index of its statement, the statement, and the launch.
-Entry = tuple[int, Statement, Launch]
 # Options of torchrun by which its nodes meet.
 _MEETS = {
     *("nnodes", "nnode", "node-rank", "rdzv-endpoint", "rdzv-backend", "rdzv-id", "rdzv-conf"),
@@ -31,25 +30,38 @@ _MEETS = {
 }
 
 
+class LaunchEntry(NamedTuple):
+    """A launch that the training may be, with its statement and that one's index (`position`)."""
+
+    position: int
+    statement: Statement
+    launch: Launch
+
+
 def choose_launch(reader: Reader, result: Conversion) -> tuple[Launch | None, int]:
-    """Return the launch that is the training, and the index of its statement.
+    """Return the launch that is the training, and the index of its statement. Change the statements
+    of `reader`, and add notes to `result`.
 
-    It is the first of the launches that weigh most and prepare nothing, of those on all nodes if
-    there are some. It is None where there is no launch, where a step starts the launch on fewer
-    nodes than the job has, and where each node would train for itself: such a statement gets
-    `lost`. Without any launch the index is that of a lost statement that may have one, else the
-    number of statements.
+    The training is the first of the launches with the highest weight that prepare nothing; if some
+    of them are on all nodes, the first of these. The result is None and an index where a step
+    starts it on fewer nodes than the job has, or each node would train for itself: then its
+    statement gets `lost`. Without any launch it is None, and the index of a lost statement that may
+    have one, else the number of statements.
 
-    Statements of `reader` are changed. Launches in front of one on all nodes become plain commands
-    (`launch` is None) if they weigh less, are on fewer nodes or prepare it; so do checks of each
-    node. Other launches get `lost`; a first node's part of the training is removed. Variables that
-    hold the training are left empty (`leave_empty`). `result` gets notes.
+    Launches in front of the training become plain commands (`launch` is None) if they have less
+    weight, are on fewer nodes or prepare it; so do checks of each node. Other launches get `lost`.
+    A first node's part of the training is removed. Variables that hold the training's words are
+    left empty (`leave_empty`).
     """
     nodes = reader.scope.numbers.get("SLURM_NNODES", 1)
     _make_node_checks_plain(reader.statements)
     _remove_launch_of_first_node(reader)
     statements = reader.statements
-    launches = [(i, s, s.launch) for i, s in enumerate(statements) if s.launch and not s.lost]
+    launches = [
+        LaunchEntry(index, s, s.launch)
+        for index, s in enumerate(statements)
+        if s.launch and not s.lost
+    ]
     if not launches:
         result.note(0, "no launch of a training was found: name the script with script = …")
         lost = (i for i, s in enumerate(statements) if "launch" in s.lost)
@@ -58,8 +70,10 @@ def choose_launch(reader: Reader, result: Conversion) -> tuple[Launch | None, in
     _keep_choices_of_steps(statements[:at], training, nodes)
     _join_other_calls(statements, chosen)
     at = next(index for index, statement in enumerate(statements) if statement is chosen)
-    early = [entry for entry in launches if not (entry[1].launch or any(entry[1].limit))]
-    for statement in (s for _, s, launch in early if _trains(launch)):
+    early = [
+        entry for entry in launches if not (entry.statement.launch or entry.statement.limit.test)
+    ]
+    for statement in (entry.statement for entry in early if _trains(entry.launch)):
         reason = "it may be a training of its own, and runs before each attempt"
         result.note(statement.lines[0], f"{reason}: submit it as a job of its own")
     if training.in_loop and training.kind == "torchrun" and not _MEETS & training.options.keys():
@@ -107,8 +121,9 @@ def _keep_choices_of_steps(before: Sequence[Statement], training: Launch, nodes:
 
 
 def _join_other_calls(statements: list[Statement], training: Statement) -> None:
-    """Replace the statements of each other call of the function that has the `training`, if the
-    launch in them is lost, by the call, which is lost for the same reason."""
+    """Replace, in `statements`, those of each other call of the function whose body has the
+    `training` by one statement, the call, if the launch in them is lost: the call is lost for the
+    same reason."""
     name = training.call.text.split()[0] if training.call else ""
     launches = [s for s in statements if s.call and s.launch and s.lost]
     for statement in (s for s in launches if s.call is not training.call):
@@ -147,37 +162,39 @@ def _link_to_log(launch: Statement, files: Sequence[str]) -> Statement | None:
     return Statement("\n".join(lines), (launch.lines[0],) * 2, shells=launch.shells)
 
 
-def _set_others_aside(launches: list[Entry], nodes: int) -> Entry:
+def _set_others_aside(launches: list[LaunchEntry], nodes: int) -> LaunchEntry:
     """Return the entry of the training, by the rules of `choose_launch`, and make the other
     launches plain commands, behind the training with the limit `FINALLY`, or `lost`. `nodes` is the
     job's number of nodes."""
-    aside = [entry for entry in launches if _only_prepares(entry[2])]
+    aside = [entry for entry in launches if _only_prepares(entry.launch)]
     counted = [entry for entry in launches if entry not in aside] or launches
     most = max(launch.weight for _, _, launch in counted)
-    heaviest = [entry for entry in counted if entry[2].weight == most]
-    partial = [entry for entry in heaviest if _is_partial(entry[2], nodes)]
+    heaviest = [entry for entry in counted if entry.launch.weight == most]
+    partial = [entry for entry in heaviest if _is_partial(entry.launch, nodes)]
     # A launch on the first node and others elsewhere, each with words of its own, are no training.
     is_split = any(launch.names_nodes for _, _, launch in partial)
     complete = [] if is_split else [entry for entry in heaviest if entry not in partial]
     candidates = complete or heaviest
     count = _count_preparations([launch for _, _, launch in candidates])
-    first = candidates[count][1]
+    first = candidates[count].statement
     # Launches in the text of one bash -c have the same text: the last of them is the training.
     training = [
-        entry for entry in candidates
-        if entry[1] is first or (entry[1].in_task and entry[1].outer is first.outer)
-    ][-1]  # fmt: skip
+        entry
+        for entry in candidates
+        if entry.statement is first
+        or (entry.statement.in_task and entry.statement.outer is first.outer)
+    ][-1]
     for entry in launches:
         index, statement, launch = entry
         words = " ".join(word.text for word in launch.args)
         is_preparation = entry not in complete or entry in candidates[:count]
-        is_plain = index < training[0] and complete and is_preparation
+        is_plain = index < training.position and complete and is_preparation
         if is_plain or (entry in aside and counted is not launches):
             _make_plain(statement)
-        elif index > training[0] and _ends_run(launch, words, training[2]):
+        elif index > training.position and _ends_run(launch, words, training.launch):
             _make_plain(statement)
             statement.limit = FINALLY
-        elif statement is not training[1]:
+        elif statement is not training.statement:
             statement.lost = "a second launch: a job has one; submit this one as its own job"
     return training
 
@@ -205,8 +222,8 @@ def _count_preparations(launches: Sequence[Launch]) -> int:
 
 
 def _describe_fewer_nodes(training: Launch, nodes: int) -> str:
-    """Return a text that says on how many of the job's `nodes` a launch is: on one where the batch
-    script runs it. '' if it is on all, also by deepspeed's ssh, or in a loop over them."""
+    """Return "a launch on 1 of 4 nodes" for a training on fewer than the job's `nodes`, as one that
+    the batch script runs. '' for one on all, also by deepspeed's ssh, or in a loop over them."""
     if {"hostfile", "num-nodes", "deepspeed-hostfile"} & training.options.keys():
         return ""
     count = training.nodes or (0 if training.step else 1)  # 0: on all
@@ -253,7 +270,8 @@ def _remove_launch_of_first_node(reader: Reader) -> None:
 
 
 def _make_plain(statement: Statement) -> None:
-    """Make a launch a plain command, which `join_commands_read_in_parts` gives its text."""
+    """Make a launch a plain command of the set-up lines: set `launch` to None, and `is_step`, by
+    which `join_commands_read_in_parts` gives it the text of the whole command."""
     statement.launch, statement.is_step = None, True
 
 
@@ -296,8 +314,8 @@ def _trains(launch: Launch) -> bool:
 
 
 def keep_one_command(statements: Sequence[Statement]) -> None:
-    """Make plain commands of all launches but one, where all are commands that only may train
-    (``Counted.COMMANDS``): the last of those that do by their names stays, else the last."""
+    """Make plain commands of all launches but one, for launches that are commands which only may
+    train (``Counted.COMMANDS``). The last that trains by its name stays, else the last of all."""
     launches = [s for s in statements if s.launch and not s.lost]
     trains = [s for s in launches if s.launch and _trains(s.launch)]
     for statement in launches:
@@ -306,9 +324,8 @@ def keep_one_command(statements: Sequence[Statement]) -> None:
 
 
 def has_launch(statements: Sequence[Statement], counted: Counted) -> bool:
-    """Return whether a launch is among the statements, one of plain Python (weight 1) only with
-    `counted` above ``PLAIN_PYTHON``; or may be in a lost one, whose reason has the word "launch".
-    """
+    """Return whether a launch is among the statements, or may be in a lost one (its reason has the
+    word "launch"). Plain Python (weight 1) counts only with `counted` above ``PLAIN_PYTHON``."""
     least = 1 if counted == Counted.PLAIN_PYTHON else 0
     return any((s.launch and s.launch.weight > least) or "launch" in s.lost for s in statements)
 
@@ -318,3 +335,17 @@ def _is_partial(launch: Launch, nodes: int) -> bool:
     each task is a worker, its number of tasks bounds that of its nodes."""
     count = launch.nodes or (launch.tasks if not launch.kind else None) or nodes
     return count < nodes and not launch.in_loop
+
+
+def restore_definitions(reader: Reader, index: int) -> int:
+    """Put the definition of each function that is read where it is called back before the first
+    statement that calls it and is no launch: ``run`` of ``run module load a``. Return the new index
+    of the statement that has the `index`."""
+    for definition in reader.called_definitions:
+        indexes = (
+            i for i, s in enumerate(reader.statements) if calls_function(s, definition.defines)
+        )
+        if (at := next(indexes, None)) is not None:
+            reader.statements.insert(at, definition)
+            index += at <= index
+    return index

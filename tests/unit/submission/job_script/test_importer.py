@@ -11,7 +11,7 @@ import pytest
 from hpc_ddp.submission.job_script.conversion import LOST, OURS, TAKEN, Conversion
 from hpc_ddp.submission.job_script.importer import import_script
 from hpc_ddp.submission.job_script.launchers.tasks import LOGIN
-from hpc_ddp.submission.job_script.output import is_code, subtract_site, table, to_toml
+from hpc_ddp.submission.job_script.output import format_table, is_code, subtract_site, to_toml
 
 SAMPLES = Path(__file__).parent / "samples"
 NAMES = sorted(path.stem for path in SAMPLES.glob("*.sbatch"))
@@ -34,7 +34,7 @@ def test_every_line_falls_into_one_group(name: str) -> None:
     text = (SAMPLES / f"{name}.sbatch").read_text()
     conversion = converted(name)
     count = sum(map(is_code, text.splitlines()))
-    heads = [row for row in table(conversion, text) if not row.startswith(" ")]
+    heads = [row for row in format_table(conversion, text) if not row.startswith(" ")]
     assert [head.partition(":")[0] for head in heads] == [TAKEN, OURS, LOST]
     assert sum(int(head.partition(": ")[2].split()[0]) for head in heads) == count
     for number, line in enumerate(text.splitlines(), 1):
@@ -57,7 +57,7 @@ def test_a_line_that_is_taken_over_is_in_the_file(name: str) -> None:
 def test_of_a_line_that_is_taken_over_in_part_the_table_has_both() -> None:
     lines = ("#SBATCH --nodes=2 --account=<yours>", "srun python a.py --b \\", "  --lr $1")
     text = "\n".join(("#!/bin/bash", *lines))
-    rows = table(import_script(text, SAMPLES, SAMPLES), text)
+    rows = format_table(import_script(text, SAMPLES, SAMPLES), text)
     assert [" ".join(row.split()[:3]) for row in rows] == [
         *("taken over: 2", "2 #SBATCH --nodes=2", "3 srun python"),
         "set by hpc-ddp",
@@ -66,7 +66,7 @@ def test_of_a_line_that_is_taken_over_in_part_the_table_has_both() -> None:
     assert rows[-3].endswith(": 1 line, and parts of 1")
     assert rows[-2].endswith("--account=<yours> is a placeholder: --account with yours")
     text = f"#!/bin/bash\n#SBATCH --nodes=2 --comment=hf_{'aB3' * 12}\nsrun python a.py\n"
-    rows = table(import_script(text, SAMPLES, SAMPLES), text)
+    rows = format_table(import_script(text, SAMPLES, SAMPLES), text)
     assert "#SBATCH --nodes ..." in rows[1]
     assert not any("hf_" in row for row in rows)
 
@@ -230,7 +230,7 @@ def test_secrets_are_never_written() -> None:
     text = to_toml(conversion, "secrets.sbatch")
     script = (SAMPLES / "secrets.sbatch").read_text()
     for secret in ("0123456789", "hf_abc", "secretword", "sk-abc", "passw0rd"):
-        assert secret not in text + "\n".join(table(conversion, script))
+        assert secret not in text + "\n".join(format_table(conversion, script))
     assert conversion.settings()["env-names"] == [
         "WANDB_API_KEY",
         "HF_TOKEN",
@@ -705,4 +705,4 @@ def test_directives_of_a_burst_buffer_are_named() -> None:
     text = "#!/bin/bash\n#DW jobdw capacity=1TB access_mode=striped\nsrun python train.py\n"
     conversion = import_script(text, SAMPLES, SAMPLES)
     assert conversion.group(2) == (LOST, "of a burst buffer: your own template may have it")
-    assert any("#DW jobdw" in row for row in table(conversion, text))
+    assert any("#DW jobdw" in row for row in format_table(conversion, text))

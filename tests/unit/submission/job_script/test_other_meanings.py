@@ -314,7 +314,7 @@ def test_a_backslash_at_the_end_of_a_line_stays_in_single_quotes() -> None:
     [
         (("source #YOUR VIRTUAL ENV", "torchrun train.py"), "source has no word but a comment"),
         (("cd  # YOUR PROJECT", "torchrun train.py"), "cd has no word but a comment"),
-        (("torchrun axolotl train c.yaml",), "axolotl is started as a command; torchrun"),
+        (("torchrun axolotl train c.yaml",), "axolotl is started as a command, and not"),
         (("set -e", "torchrun train.py", 'echo "OK"'), "teardown runs after each attempt"),
         (("#SBATCH --export=NONE", "torchrun train.py $Y"), "exported in env, for --export=NONE"),
     ],
