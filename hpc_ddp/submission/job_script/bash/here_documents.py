@@ -32,11 +32,15 @@ _SEMICOLON = re.compile(r"(\".*?\$\{\w+:?[-+])([^{}\"]*(?:\$\{\w+\}[^{}\"]*)*;)\
 
 
 def for_parser(text: str) -> str:
-    """Return a script that the parser reads as bash reads `text`: here-documents are written in
-    another way (`with_plain_ends`, `as_assignments`, `as_bash_c`), and in double quotes the text of
-    ``${NAME:+text;}`` gets quotes of its own."""
-    text = as_bash_c(as_assignments(with_plain_ends(text)))
-    return _SEMICOLON.sub(r'\1"\2"}', text)
+    """Return a script that the parser reads as bash reads `text`, with the same numbers of lines:
+
+    - no line of a here-document begins with the word at its end (`with_plain_ends`)
+    - ``read -r -d '' NAME <<EOF`` is an assignment of the document's text to NAME
+    - a shell that reads its commands from a here-document, ``bash <<EOF``, is ``bash -c '…'``
+    - in double quotes the text of ``${NAME:+text;}`` has quotes of its own
+    """
+    text = _READ.sub(_to_assignment, with_plain_ends(text))
+    return _SEMICOLON.sub(r'\1"\2"}', _SHELL.sub(_to_bash_c, text))
 
 
 def with_plain_ends(text: str) -> str:
@@ -67,18 +71,6 @@ def with_plain_ends(text: str) -> str:
     return "\n".join(lines)
 
 
-def as_assignments(text: str) -> str:
-    """Return a script in which each ``read -r -d '' NAME <<EOF``, with its text up to ``EOF``, is
-    an assignment of that text to NAME, on as many lines."""
-    return _READ.sub(_to_assignment, text)
-
-
-def as_bash_c(text: str) -> str:
-    """Return a script in which each shell that reads its commands from a here-document, as ``bash
-    <<EOF``, gets them as a text: ``bash -c '…'``. Lines keep their numbers."""
-    return _SHELL.sub(_to_bash_c, text)
-
-
 def _to_bash_c(match: re.Match[str]) -> str:
     """Return ``bash -c '…'``, with the commands as its text, for a match of `_SHELL`."""
     body = "\n" + match["body"]
@@ -104,11 +96,6 @@ def _to_assignment(match: re.Match[str]) -> str:
 def as_quoted(text: str) -> str:
     """Return the text of a here-document without quotes around its mark (``<<EOT``) as a word in
     double quotes, of which bash makes the same: each ``"`` in it gets a backslash."""
-    return '"' + re.sub(r'(\\*)"', _escape_quote, text) + '"'
-
-
-def _escape_quote(match: re.Match[str]) -> str:
-    """Return a double quote, and the backslashes [1] before it, as they stand in double quotes: an
-    odd number of backslashes gets one more, and the quote its own."""
-    backslashes: str = match[1]
-    return backslashes + "\\" * (len(backslashes) % 2) + '\\"'
+    # An odd number of backslashes before the quote gets one more.
+    quoted = re.sub(r'(\\*)"', lambda m: m[1] + "\\" * (len(m[1]) % 2) + '\\"', text)
+    return f'"{quoted}"'

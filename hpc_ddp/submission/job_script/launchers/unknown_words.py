@@ -86,12 +86,9 @@ def kind_before_image(words: Sequence[Word], scope: Scope) -> Kind:
         return Kind.OPERAND
     if is_before_program:
         return Kind.UNKNOWN  # the array has the image, too
-    return Kind.OPTIONS if _is_array(words[0]) or _names_image(words[1]) else Kind.UNKNOWN
-
-
-def _names_image(word: Word) -> bool:
-    """Return whether a word is a variable whose name is that of an image."""
-    return bool(word.code) and _has_name(word, _OF_AN_IMAGE)
+    return (
+        Kind.OPTIONS if _is_array(words[0]) or _has_name(words[1], _OF_AN_IMAGE) else Kind.UNKNOWN
+    )
 
 
 def _has_name(word: Word, pattern: re.Pattern[str]) -> bool:

@@ -4,7 +4,7 @@ deletions can stay."""
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Mapping
+from collections.abc import Iterable, Mapping
 
 from hpc_ddp.submission.job_script.bash import blocks, syntax
 from hpc_ddp.submission.job_script.bash.syntax import Node, source
@@ -23,12 +23,12 @@ _IDLE = {
 }
 
 
-def does_more(text: str, functions: Container[str] = ()) -> bool:
+def does_more(text: str, functions: Iterable[str] = ()) -> bool:
     """Return whether bash code, `text`, that requeues the job does more: it has a command that
     neither requeues, prints, waits, asks Slurm, ends something, nor calls one of the `functions`,
     which are names. Raise as `syntax.parse`."""
-    commands = map(source, syntax.commands_of(syntax.parse(text)))
-    return any(not (_is_idle(text) or _command_name(text) in functions) for text in commands)
+    commands, idle = map(source, syntax.commands_of(syntax.parse(text))), {*_IDLE, *functions}
+    return any(not (_command_name(c) in idle or re.search(REQUEUES, c)) for c in commands)
 
 
 def only_reports_or_requeues(node: Node) -> bool:
@@ -105,11 +105,6 @@ def only_tidies(text: str) -> bool:
     root = syntax.parse(text)
     is_if = [child.type for child in root.named_children] == ["if_statement"]
     return is_if and blocks.only_reports(root, {"rm", "mkdir", "["})
-
-
-def _is_idle(command: str) -> bool:
-    """Return whether a command requeues the job, prints, waits, asks Slurm or ends something."""
-    return _command_name(command) in _IDLE or bool(re.search(REQUEUES, command))
 
 
 def _command_name(command: str) -> str:
