@@ -144,8 +144,8 @@ def _take_own_submit(job: JobText, scope: Scope) -> bool:
         words = scope.words(command.named_children[begin + 1 : file])
         job.doubts = {doubt for word in words for doubt in doubts_in(word)}
         _take_options(job.directives, words, line, is_expanded=False)
-        others = [*texts[:begin], *(word.text for word in words), *texts[file + 1 :]]
-        if extra := [text for text in others if not re.fullmatch(r"exec|\"?\$[@*]\"?", text)]:
+        texts = [*texts[:begin], *(word.text for word in words), *texts[file + 1 :]]
+        if extra := [text for text in texts if not re.fullmatch(r"exec|\"?\$[@*]\"?", text)]:
             _refuse(job.directives, line, f"{' '.join(extra)}: what this sbatch alone has: yours")
         job.text = leave_out_branch(job.text, (command, condition, branch), job.marks)
         return True
