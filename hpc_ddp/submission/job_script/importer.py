@@ -28,6 +28,7 @@ from hpc_ddp.submission.job_script.script_text import (
     fill_in_own_path,
     join_lines,
     leave_out_other_languages,
+    leave_out_refused,
     note_misspelt_directives,
     take_shebang,
 )
@@ -110,7 +111,10 @@ def _add_notes(result: Conversion, scope: Scope, missing: set[str], optional: se
     if scope.defaults != of_shell or "job script's own arguments" in str(result.marks):
         text = "give the script's arguments, if it gets any: hpc-ddp import job.sbatch -- ARG…"
         result.note(0, text)
-    lines = [(text, n) for text, n in result.lists.get("teardown", ()) if not PRINTS.match(text)]
+    ends = any(re.match(r"set\s+-(\w*e|o\s+errexit)", t) for t, _ in result.lists.get("setup", ()))
+    lines = [
+        entry for entry in result.lists.get("teardown", ()) if ends or not PRINTS.match(entry[0])
+    ]
     asking = [n for text, n in lines if ENDED in text]
     if asking:
         text = "by hpc-ddp's verdict the exit code is 0 or 1 there; a preemption ends the teardown"
@@ -129,13 +133,15 @@ def _add_notes(result: Conversion, scope: Scope, missing: set[str], optional: se
         result.note(in_image[0], f'{reason}: python = "/its/path", if it has none from 3.10 on')
     for name in sorted(scope.guesses):
         result.note(0, f"${name} is taken to be unset: by that a launch is chosen")
+    has_none = "--export=NONE" in dict(result.lists.get("sbatch", ()))
+    place = "in env, for --export=NONE passes on none" if has_none else "before hpc-ddp submit"
     end = (
         ", unless a file or module that the script loads sets them"
         if scope.has_unknown_names
         else ""
     )
     for variables, reason in (
-        (missing - of_shell, f"not set in this shell: to be exported before hpc-ddp submit{end}"),
+        (missing - of_shell, f"not set in this shell: to be exported {place}{end}"),
         (of_shell, "taken as unset: if your shell has one, write it"),
         (optional, "unset in this shell; lines ask for that of the shell that submits"),
     ):
@@ -354,7 +360,7 @@ def import_script(
             counted=counted, hides=secrets.is_secret,
         )  # fmt: skip
 
-    text = join_lines(text, result)
+    text = join_lines(leave_out_refused(text, result), result)
     reader = _read_statements(text, make_scope)
     scope = reader.scope
     result.notes += reader.notes

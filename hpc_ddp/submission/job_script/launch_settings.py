@@ -268,6 +268,7 @@ def _take_program(launch: Launch, result: Conversion, cwd: Path, folder: Path) -
     if not kind and re.fullmatch(r"[\w-]+", name) and not file.exists():  # $(which fairseq-train)
         launch.add("no-python", word)
         kind = {"no-python"}
+        result.note(line, f"{name} is started as a command, and not by Python")
     is_elsewhere = launch.folder is None or launch.sets_folder
     chdir, _ = result.values.get("chdir", ("", 0))
     folders = (os.path.normpath(cwd / str(place or "")) for place in (launch.folder, chdir))

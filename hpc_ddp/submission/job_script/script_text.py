@@ -6,16 +6,22 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
+from hpc_ddp.submission.job_script.bash import blocks
 from hpc_ddp.submission.job_script.bash.comments import (
     join_lines_cut_by_blanks,
     lines_with_cutting_comment,
 )
-from hpc_ddp.submission.job_script.conversion import LOST, Conversion
+from hpc_ddp.submission.job_script.bash.conditions import branches_of
+from hpc_ddp.submission.job_script.bash.syntax import Node, lines_of, parse, source
+from hpc_ddp.submission.job_script.conversion import LOST, OURS, Conversion, Mark
 from hpc_ddp.submission.job_script.launchers.tasks import LOGIN
 from hpc_ddp.submission.job_script.output import is_code
 
+SUBMIT, _OUTSIDE = "hpc-ddp submit does it", "it runs where sbatch is called"
 # The program of a script's first line, and those that do not read it as bash does.
 _INTERPRETER = re.compile(r"#!\s*(?:\S*/env\s+(?:-\S+\s+)*)?(?:\S*/)?([A-Za-z][\w.+-]*)")
 _OTHERS = re.compile(
@@ -96,12 +102,73 @@ def take_shebang(first_line: str, result: Conversion) -> None:
             result.append("setup", f"set -{options}", 1)
 
 
+def _message_of_bash(text: str, bash: str) -> str:
+    """Return what the program `bash` says about bash code that it only reads (``-n``), as ``line 3:
+    syntax error …``; '' where it can read all of it."""
+    process = subprocess.run(
+        [bash, "-O", "extglob", "-n"], input=text, env={"LC_ALL": "C"}, capture_output=True,
+        text=True, errors="replace", check=False,
+    )  # fmt: skip
+    return process.stderr.partition("\n")[0].partition(": ")[2]
+
+
+def leave_out_refused(text: str, result: Conversion) -> str:
+    """Return a script's text with empty lines from the first command on that bash can't read, where
+    bash itself ends the script; they are marked as lost in `result`. Without a bash here, and for
+    one that zsh reads, the text is as it was. Raise as `syntax.parse`."""
+    bash = shutil.which("bash")
+    if bash is None or re.match(r"#!.*\bzsh\b", text) or not _message_of_bash(text, bash):
+        return text
+    code = source(parse(text))  # with quotes around placeholders
+    message = _message_of_bash(code, bash)
+    if not message or "warning: " in message:  # of a here-document up to the text's end
+        return text
+    lines = code.split("\n")
+    end = int((re.search(r"\d+", message) or "1")[0]) - 1
+    while lines[:end][-1:] and (
+        lines[end - 1].endswith("\\") or _message_of_bash("\n".join(lines[:end]) + "\n", bash)
+    ):
+        end -= 1
+    lines = text.split("\n")
+    reason = f"bash itself refuses the script from here on: {message}"
+    result.mark(end + 1, len(lines), LOST, reason)
+    return "\n".join([*lines[:end], *("" for _ in lines[end:])])
+
+
+def leave_out_branch(
+    text: str, place: tuple[Node, Node, list[Node]], marks: dict[int, Mark]
+) -> str:
+    """Return a script's text in which the statements of a branch that no job reaches are empty
+    lines, and marked in `marks`; so is the whole condition, unless it has another branch. `place`
+    has the submit in the branch, the condition, and the branch's statements."""
+    (command, condition, branch), lines = place, text.split("\n")
+    begin, end = lines_of(condition)
+    if condition.type == "if_statement" and len([*branches_of(condition)]) > 1:
+        begin, end = lines_of(branch[0])[0], lines_of(branch[-1])[1]
+        if not re.search(r"\b(then|else)\s*$", lines[begin - 2]):
+            return text
+        lines[begin - 2] += " :"
+    marks |= dict.fromkeys(range(begin, end + 1), (OURS, _OUTSIDE))
+    for node in branch:
+        first, last = lines_of(node)
+        mark = LOST, f"{_OUTSIDE}: before hpc-ddp submit, if needed"
+        if node.start_byte <= command.start_byte < node.end_byte:
+            mark = OURS, SUBMIT
+        elif blocks.only_reports(node) or node.type in ("comment", "variable_assignment"):
+            continue
+        marks |= dict.fromkeys(range(first, last + 1), mark)
+    return "\n".join("" if begin <= n <= end else line for n, line in enumerate(lines, 1))
+
+
 def note_misspelt_directives(text: str, result: Conversion) -> None:
-    """Add a note to `result` on each comment that looks like a directive: ``#BATCH --mem=1G``."""
+    """Add a note to `result` on each comment that looks like a directive, as ``#BATCH --mem=1G``,
+    and on each that stands for a word, as ``cd #YOUR PATH``."""
     for number, line in enumerate(text.split("\n"), 1):
         if re.match(r"#[A-RT-Z]?BATCH\s+-", line):
             reason = "is no directive of sbatch: is #SBATCH meant?"
             result.note(number, f"{line.split()[0]} {reason}")
+        if blank := re.match(r"\s*(source|\.|cd|conda activate)\s+#", line):
+            result.note(number, f"{blank[1]} has no word but a comment: a placeholder? write yours")
 
 
 def join_lines(text: str, result: Conversion) -> str:

@@ -1,4 +1,5 @@
-"""A job script that another script submits, as a here-document in it: ``sbatch <<EOT``."""
+"""A job script that another script submits, as a here-document in it: ``sbatch <<EOT``; or that
+submits itself, by a line that only the shell outside of a job reaches."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 from hpc_ddp.submission.job_script.bash import blocks, syntax
+from hpc_ddp.submission.job_script.bash.conditions import find_outside
 from hpc_ddp.submission.job_script.bash.quotes import without_quoted_texts
 from hpc_ddp.submission.job_script.bash.syntax import Node, source
 from hpc_ddp.submission.job_script.bash.values import doubts_in
@@ -14,9 +16,9 @@ from hpc_ddp.submission.job_script.bash.variables import Scope
 from hpc_ddp.submission.job_script.bash.words import Doubt, Word
 from hpc_ddp.submission.job_script.conversion import LOST, OURS, Mark
 from hpc_ddp.submission.job_script.directives import Directives, read_directives, read_options
+from hpc_ddp.submission.job_script.script_text import SUBMIT, leave_out_branch
 from hpc_ddp.submission.job_script.statements.reader import Reader
 
-_SUBMIT = "hpc-ddp submit does it"
 _BEHIND = "behind the submit: a script of yours, behind hpc-ddp submit"
 _IN_PARTS = (
     "it submits a script that it writes in parts: run it once without the sbatch, and import that"
@@ -87,6 +89,8 @@ def unwrap(text: str, scope: Scope) -> JobText:
     """
     directives = read_directives(text)
     as_it_is = JobText(directives, text, first_line=text.partition("\n")[0])
+    if re.search(rf"sbatch\s.*({_OF_ITSELF.pattern})", text) and _take_own_submit(as_it_is, scope):
+        return as_it_is
     if directives.options or not re.search(r"<<[\s\S]*^\s*#SBATCH|sbatch\b.*<<", text, re.M):
         return as_it_is
     root = syntax.parse(text)
@@ -118,6 +122,36 @@ def unwrap(text: str, scope: Scope) -> JobText:
     return replace(job, doubts=doubts)
 
 
+def _take_own_submit(job: JobText, scope: Scope) -> bool:
+    """Return whether a script, `job`, submits itself where no job runs (``[ -n "$SLURM_JOB_ID" ] ||
+    sbatch -N 2 "$0"``). If so, the options are put into its directives, and the lines that no job
+    reaches are marked, and empty in its text. `scope` is that of the script's begin; it is changed.
+    Raise as `syntax.parse`."""
+    lines = job.text.split("\n")
+    for command in syntax.all_below(syntax.parse(job.text)):
+        texts = [source(child) for child in command.named_children]
+        is_submit = command.type == "command" and "sbatch" in texts[:2] and texts[0] != "echo"
+        files = (i for i, text in enumerate(texts) if _OF_ITSELF.search(text) and text[0] != "-")
+        file = next(files, 0) if is_submit else 0
+        condition, branch = (file and find_outside(command, scope)) or (None, [])
+        if condition is None:
+            continue
+        reader, line = Reader(scope), syntax.lines_of(command)[0]
+        reader.read("\n".join(lines[: syntax.lines_of(condition)[0] - 1]))
+        for node in (node for node in branch if node.end_byte <= command.start_byte):
+            reader.read(source(node))
+        begin = texts.index("sbatch")
+        words = scope.words(command.named_children[begin + 1 : file])
+        job.doubts = {doubt for word in words for doubt in doubts_in(word)}
+        _take_options(job.directives, words, line, is_expanded=False)
+        texts = [*texts[:begin], *(word.text for word in words), *texts[file + 1 :]]
+        if extra := [text for text in texts if not re.fullmatch(r"exec|\"?\$[@*]\"?", text)]:
+            _refuse(job.directives, line, f"{' '.join(extra)}: what this sbatch alone has: yours")
+        job.text = leave_out_branch(job.text, (command, condition, branch), job.marks)
+        return True
+    return False
+
+
 def _statements_in(root: Node) -> Iterator[Node]:
     """Yield the statements of a script, and in place of a block, ``{ … }``, those in it."""
     for node in root.named_children:
@@ -146,7 +180,7 @@ def _make_job(
         code, (begin, end) = source(node), syntax.lines_of(node)
         is_before = index < at
         if index in places or _is_for_submit(node, document, is_before):
-            mark = OURS, _SUBMIT
+            mark = OURS, SUBMIT
         elif not is_before:
             mark = LOST, _BEHIND
         elif "chdir" in job.directives.options and code.startswith("cd "):
@@ -329,17 +363,25 @@ def _expand(
     return None if unknown else expanded
 
 
-def _take_options(directives: Directives, words: list[Word], line: int) -> None:
+def _refuse(directives: Directives, line: int, reason: str) -> None:
+    """Mark a line as lost in `directives`, for a reason behind those that it has."""
+    reasons = [mark[1] for mark in (directives.marks.get(line),) if mark and mark[0] == LOST]
+    directives.marks[line] = LOST, "; ".join([*reasons, reason])
+
+
+def _take_options(
+    directives: Directives, words: list[Word], line: int, is_expanded: bool = True
+) -> None:
     """Put the options on sbatch's command line, `words` of a `line`, into `directives`, where they
-    replace equal ones. Remove options, also those of directives, that have code in their values,
-    and mark their lines as lost."""
+    replace equal ones; other words stay in `words`. Remove options that have code in their values,
+    also those of directives if bash expands these (`is_expanded`), and mark their lines as lost."""
     for name, operand in read_options(words):
         if name in directives.options:
             reason = f"--{name} of line {line} replaces it"
             directives.replaced.append((directives.options[name][1], reason))
         directives.options[name] = operand, line
     for name, (operand, at) in [*directives.options.items()]:
-        if re.search("[$`]", operand):
+        if re.search("[$`]", operand) and (is_expanded or at == line):
             del directives.options[name]
             reason = f"--{name}={operand}: only the shell that submits knows it: write it"
-            directives.marks[at] = LOST, reason
+            _refuse(directives, at, reason)

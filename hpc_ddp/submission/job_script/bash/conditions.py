@@ -83,6 +83,7 @@ def _truth_of_text(text: str, scope: Scope, is_guessed: bool) -> bool | None:
     if negated := _NEGATED.fullmatch(text):  # [ ! -z "$A" ]
         text = f"{negated['start']} {'-z' if negated['operator'] == '-n' else '-n'}{negated['end']}"
     text = re.sub(r"\$\{(\w+):?-\}", r"$\1", text)  # ${A-} serves `set -u`: it is $A
+    text = re.sub(r"(-[nz]\s+\"?)\$\{(SLURM_\w+):?\+\w+\}", r"\1$\2", text)  # so does ${A+x}
     test = _TEST.fullmatch(text)
     if match := _PATTERN_TEST.fullmatch(text):
         operand, sign, pattern = match.groups()
@@ -244,6 +245,30 @@ def running_branch(branches: list[Branch], scope: Scope, is_guessed: bool) -> in
         if is_true:
             return index
     return len(branches)
+
+
+def find_outside(command: Node, scope: Scope) -> tuple[Node, list[Node]] | None:
+    """Return the ``if`` or list whose condition, on a variable of Slurm's, keeps each job from a
+    `command`, and the statements of the command's branch. None without such a condition."""
+    node, place = command, None
+    while node := node.parent:
+        if node.type == "list" and place:  # test && sbatch && exit
+            place = node, place[1]
+        elif node.type == "list":
+            test, last = node.named_children[0], node.named_children[-1]
+            truth = truth_of(test, scope, False) if "SLURM_" in source(test) else None
+            if truth == (node.children[1].type == "||") and last.end_byte >= command.end_byte:
+                is_block = last.type == "compound_statement"
+                place = node, last.named_children if is_block else [last]
+        elif node.type == "if_statement" and not place:
+            branches = [*branches_of(node)]
+            chosen = running_branch(branches, scope, False)
+            is_on_slurm = "SLURM_" in "".join(source(c) for test, _ in branches for c in test)
+            for index, (_, lines) in enumerate(branches):
+                is_own = any(n.start_byte <= command.start_byte < n.end_byte for n in lines)
+                if is_own and is_on_slurm and chosen not in (None, index):
+                    place = node, lines
+    return place
 
 
 def running_case_branch(node: Node, scope: Scope) -> int | None:

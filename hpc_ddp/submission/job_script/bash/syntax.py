@@ -18,6 +18,7 @@ _PLACEHOLDER = re.compile(
     rb"(?m)(?<!\S)<[A-Za-z][\w .-]*>(?=[ \t]*(?:$|#|\\\n|<[A-Za-z])|[ \t]+-|[:/]\S)"
     rb"|(?<==)<[A-Za-z][\w .-]*>(?=\s|$|[/:$\w])|(?<=[\w/])<[A-Za-z][\w .-]*>(?=/)"
     rb"|(?<=/)<[A-Za-z][\w-]*>(?=[\s.\w]|$)"
+    rb"|(?<==)[ \t]*#[ \t]*<[A-Za-z][\w .-]*>(?=[ \t]*$)"  # A=# <B>, also a comment
 )
 # Arguments of the script or a function: those without a default; all of them together.
 _ARGUMENTS = re.compile(r"(?<!\\)\$(?:[1-9@*#]|\{(?:[1-9@*](?!:?-)[^}]*|#)\})")
@@ -83,7 +84,10 @@ def _quote_placeholders(root: Node, code: bytes) -> bytes:
     nodes = (node for node in all_below(root) if node.type in (*_IN_TEXT, "raw_string"))
     texts = [range(node.start_byte, node.end_byte) for node in nodes]
     return _PLACEHOLDER.sub(
-        lambda m: m[0] if any(m.start() in text for text in texts) else b"'%b'" % m[0], code
+        lambda m: (
+            m[0] if any(m.start() in text for text in texts) else b"'%b'" % m[0].lstrip(b"# \t")
+        ),
+        code,
     )
 
 

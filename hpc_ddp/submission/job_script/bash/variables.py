@@ -37,7 +37,7 @@ from hpc_ddp.submission.job_script.bash.words import (
 )
 
 # [1] or [2] the name in $NAME and ${NAME}; [3] the operator before a default, as :- of ${NAME:-x}.
-_VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?:(:?[-=])(.*))?\})", re.S)
+_VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?:(:?[-=?])(.*))?\})", re.S)
 _ARRAY = re.compile(r"\$\{(\w+)\[[@*]\]\}")
 # A job, or each of its workers, has these whatever its script does.
 OF_A_JOB = re.compile(
@@ -271,8 +271,8 @@ class Scope:
             at = start.end() if start else len(text)
             path = text[:at] + os.path.expanduser(text[at:])
             yield Part(re.sub(r"\\(.)", r"\1", path.replace("\\\n", "")))
-        elif kind == "raw_string":  # 'text'
-            yield Part(text[1:-1])
+        elif kind == "raw_string":  # 'text', in which a backslash before a line's end is a letter
+            yield from map(Part, re.split(r"(?<=\\)(?=\n)", text[1:-1]))
         elif kind == "ansi_c_string" and not re.search(r"\\[^nt]", text):  # $'text'
             yield Part(text[2:-1].replace(r"\n", "\n").replace(r"\t", "\t"))
         elif kind == "arithmetic_expansion" and not names_in(text):  # $((2*4))
@@ -339,7 +339,7 @@ class Scope:
             and (not operator or (assigned.text and assigned.is_static))
         ):
             yield from (replace(part, splits=not is_quoted) for part in assigned.parts)
-        elif match and operator and self.needs_default(name, operator):
+        elif match and operator and "?" not in operator and self.needs_default(name, operator):
             yield from self._default_parts(match, node.named_children[1:], is_quoted)
         else:
             is_one_word = name in self.secrets and " " not in self.secrets[name].text

@@ -64,14 +64,14 @@ class Word:
     def text(self) -> str:
         """The word as an argument in a project file, without quotes: variables as ``$NAME``, or as
         ``${NAME}`` before a letter, digit, ``_`` or ``[``; other code as it is written. A backslash
-        with the line's end behind it is left out."""
+        with the line's end behind it in one part is left out."""
         texts = []
         parts = [part for part in self.parts if part.text]  # without the '' of "$A"''b
         for part, next_part in zip(parts, [*parts[1:], Part("")], strict=False):
             is_joined = not next_part.is_code and re.match(r"\w|\[", next_part.text)
             variable = f"${{{part.name}}}" if is_joined else f"${part.name}"
-            texts.append(variable if part.name else part.text)
-        return "".join(texts).replace("\\\n", "")
+            texts.append(variable if part.name else part.text.replace("\\\n", ""))
+        return "".join(texts)
 
     @property
     def script(self) -> str:

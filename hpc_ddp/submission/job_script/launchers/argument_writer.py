@@ -85,6 +85,7 @@ class ArgumentWriter:
         is_token = key == "args" and _TOKEN.fullmatch(word.text)
         holds_placeholder = key != "args" and re.search(r"<[A-Za-z][\w .-]*>", word.text)
         form = r"<.*>|(--[\w-]+=)?your[-_]\w+|([^<]*=)?<[A-Za-z][\w .-]*>[/:].*|.*/<[A-Za-z].*>.*"
+        form += r"|([\w-]+=)?#(your|YOUR)[-_].*"
         is_placeholder = re.fullmatch(form, word.text, re.S)
         if (is_placeholder and not is_token) or holds_placeholder:
             lacking.append("a value of yours")

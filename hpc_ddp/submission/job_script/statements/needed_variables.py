@@ -66,7 +66,7 @@ def take_shell_variables(
     assignments = (match[0] for match in _SETS.finditer(PRINTED_TEXT.sub(" ", lines)))
     of_commands = {name for text in assignments for name in _SET_NAMES.findall(text)}
     set_by_lines = {*set_by_lines, *of_commands}
-    names -= (is_set | set_by_lines) - need_themselves
+    names -= (is_set | set_by_lines | result.env.keys()) - need_themselves
     names = {n for n in names if not OF_A_JOB.fullmatch(n) and not _OF_BASH.match(n)}
     for name in sorted(names & environ.keys()):
         result.append("env-names", name, 0)

@@ -55,7 +55,7 @@ class Reader(BranchReader):
             elif handler := getattr(self, f"_{kind}", None):
                 handler(node)
             elif kind == "ERROR":
-                self._add(node, lost="bash can't read it: is a quote missing?")
+                self._add(node, lost="hpc-ddp's parser can't read it: setup, if needed")
             elif node.is_named and kind != "comment":
                 reason = "only the job knows which launch it chooses: a job for each"
                 self._add(node, lost=reason if self._has_launch(node) else "")

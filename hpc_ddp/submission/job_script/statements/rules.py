@@ -113,7 +113,7 @@ REFUSED: Rules = (
     (rf"(?!.*({REQUEUES}))(?!{PRINTS_ON_ERROR}\s*(\n|$)|{_PRINTS_ON_SIGNAL})"
      rf"(?!{ON_EXIT.pattern})trap\s", _AROUND,
      "a trap: notices reach the workers; clean-up: teardown = […]"),
-    (r".*(=[\"']?(<[^<>\n|&;()]+>|your[-_]\w+)|\s'<[A-Za-z][\w .-]*>'(?m:\s*(#|$)))"
+    (r".*(=[\"']?#?(<[^<>\n|&;()]+>|(?:your|YOUR)[-_]\w+)|\s'<[A-Za-z][\w .-]*>'(?m:\s*(#|$)))"
      r"|'<[A-Za-z][\w .-]*>'|(source|\.|cd|conda|module|ml|mkdir)\s[^\n<]*<[A-Za-z][\w .-]*>",
      _AROUND, PLACEHOLDER),
     (rf"(?!.*({REQUEUES})).*\b(pkill|killall|scancel)\s|kill\s", _AROUND,

@@ -252,3 +252,79 @@ def test_the_verb_of_a_container_is_the_scripts() -> None:
         line = f"srun singularity {verb} --nv a.sif python train.py"
         result = of_lines("#SBATCH -N 1 --gpus-per-node=1", line)
         assert f"hpc-ddp sets {verb} --nv" in result.group(3)[1]
+
+
+@pytest.mark.parametrize(
+    ("lines", "first"),
+    [
+        (('srun python train.py \\', '  a="a b \\', '  b="c" \\', ""), 3),
+        (('srun python train.py --a "b c" --c "',), 3),
+        (('srun python train.py --a "b" \\', '  "'), 3),
+        (('echo "start', 'srun python train.py --a "1" \\'), 3),
+        (("A=x >", "srun python train.py $A"), 3),
+        (("if [ -f x ]; then", "  srun python train.py", "echo"), 3),
+        (("echo a", "srun python train.py)", "echo b"), 4),
+    ],
+)  # fmt: skip
+def test_what_bash_itself_refuses_is_no_launch(lines: tuple[str, ...], first: int) -> None:
+    result = of_lines("#SBATCH -N 1 -n 1", *lines)
+    numbers = [n for n, line in enumerate(lines, 3) if line and n >= first]
+    assert "bash itself refuses the script from here on: line " in result.group(first)[1]
+    assert {result.group(n) for n in numbers} == {(LOST, result.group(first)[1])}
+    assert "script" not in result.settings()
+
+
+def test_what_stands_before_the_place_that_bash_refuses_is_taken_over() -> None:
+    result = of_lines("srun python train.py", "if true; then", '  echo "$(', "fi")
+    assert result.settings()["script"] == "train.py"
+    assert [result.group(n)[0] for n in range(2, 6)] == [TAKEN, LOST, LOST, LOST]
+
+
+def test_what_bash_reads_or_a_blank_is_not_refused() -> None:
+    for line in ("rm -f !(a|b)", "cat <<EOT > f", "source <your env>", "#!/bin/zsh\nA=${(f)B}"):
+        first, _, line = line.rpartition("\n")
+        result = of_lines(line, "srun python train.py", first=first or "#!/bin/bash")
+        assert "refuses" not in str(result.marks)
+
+
+@pytest.mark.parametrize("value", ["# <B>", "#<B>", " # <B b>", "<B>", "#YOUR_PATH"])
+def test_a_blank_behind_a_comment_sign_is_a_blank(value: str) -> None:
+    result = of_lines(f"export A={value}", "export C=1", 'srun python train.py $C "${A}/x"')
+    assert result.group(2) == (LOST, "a placeholder: write your own")
+    assert result.settings()["env"] == {"C": "1"}
+    assert "write it into args" in str(result.marks[4])
+
+
+def test_a_backslash_at_the_end_of_a_line_stays_in_single_quotes() -> None:
+    lines = (
+        'export O=\'{"a": 1, \\',
+        " b}'",
+        'srun python train.py "$O" \'e \\',
+        "  f' \"g \\",
+        'h"',
+    )
+    settings = of_lines(*lines).settings()
+    text = '{"a": 1, \\\n b}'
+    assert settings["env"] == {"O": text}
+    assert settings["args"] == [text, "e \\\n  f", "g h"]
+
+
+@pytest.mark.parametrize(
+    ("lines", "note"),
+    [
+        (("source #YOUR VIRTUAL ENV", "torchrun train.py"), "source has no word but a comment"),
+        (("cd  # YOUR PROJECT", "torchrun train.py"), "cd has no word but a comment"),
+        (("torchrun axolotl train c.yaml",), "axolotl is started as a command, and not"),
+        (("set -e", "torchrun train.py", 'echo "OK"'), "teardown runs after each attempt"),
+        (("#SBATCH --export=NONE", "torchrun train.py $Y"), "exported in env, for --export=NONE"),
+    ],
+)
+def test_a_note_says_what_a_line_does_otherwise(lines: tuple[str, ...], note: str) -> None:
+    assert note in str(of_lines(*lines).notes)
+
+
+def test_a_variable_that_must_be_set_has_its_value(tmp_path: Path) -> None:
+    lines = 'cd "${SLURM_SUBMIT_DIR:?by sbatch}"', "A=1", "torchrun train.py ${A:?a} ${B:?b}"
+    settings = of_lines(*lines, folder=tmp_path).settings()
+    assert (settings["script"], settings["args"][0]) == ("train.py", "1")
+    assert settings["setup"][1:] == ["ARGUMENTS_1=(${B:?b})"]

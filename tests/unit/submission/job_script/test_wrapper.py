@@ -171,3 +171,46 @@ def test_a_script_that_is_written_in_parts_is_named(addition: str, tmp_path: Pat
     assert "script" not in conversion.settings()
     other = of_text(tmp_path, text.replace(addition, "echo b > job.sh.log; cat job.sh"))
     assert "in parts" not in str(other.marks)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        'if [ -z "${{SLURM_JOB_ID:-}}" ]; then\n  exec sbatch {} "$0" "$@"\nfi\n{}\n',
+        '[ -n "$SLURM_JOB_ID" ] || {{ sbatch {} $0; exit; }}\n{}\n',
+        '[ -z "$SLURM_JOB_ID" ] && sbatch {} "${{BASH_SOURCE[0]}}" && exit\n{}\n',
+        'if [[ -z ${{SLURM_JOB_ID+x}} ]]; then sbatch {} "$0"; exit 0; fi\n{}\n',
+        'if [ -n "$SLURM_JOB_ID" ]; then\n  {1}\nelse\n  sbatch {0} "$0"\nfi\n',
+    ],
+)
+def test_the_options_of_a_script_that_submits_itself_are_the_jobs(
+    form: str, tmp_path: Path
+) -> None:
+    options = "--nodes=4 --export=ALL,LR=3 -A x --time=5"
+    launch = "srun torchrun --nnodes=4 --nproc_per_node=2 train.py --lr $LR"
+    conversion = of_text(tmp_path, "#SBATCH -t 9\n" + form.format(options, launch))
+    settings = conversion.settings()
+    keys = ("nodes", "account", "time", "env", "script")
+    assert [settings[key] for key in keys] == [4, "x", "5", {"LR": "3"}, "train.py"]
+    said = str(conversion.marks) + str(conversion.notes)
+    assert "--time of line" in said or "replaces it" in said
+    assert not [word for word in ("is false", "requeued", "to be exported") if word in said]
+
+
+def test_what_only_the_shell_that_submits_knows_is_named(tmp_path: Path) -> None:
+    lines = 'if [ -z "$SLURM_JOB_ID" ]; then', "source .env", "N=4; mkdir -p logs"
+    submit = 'LR=3 sbatch -N $N --account="$ACC" --mail-user="$MAIL" "$0" run'
+    conversion = of_text(tmp_path, "\n".join((*lines, submit, "fi", "srun python train.py")))
+    assert conversion.settings()["nodes"] == 4
+    for number in (3, 4):
+        assert conversion.group(number)[0] == LOST
+        assert "it runs where sbatch is called" in conversion.group(number)[1]
+    reasons = conversion.reasons(5, LOST)
+    assert all(text in reasons for text in ("--account=$ACC", "--mail-user=$MAIL", "LR=3 run"))
+
+
+def test_a_job_that_submits_itself_again_is_requeued(tmp_path: Path) -> None:
+    text = 'srun python train.py\n[ -n "$SLURM_JOB_ID" ] && sbatch --nodes=4 "$0"\n'
+    conversion = of_text(tmp_path, text)
+    assert conversion.settings()["nodes"] == 1
+    assert conversion.group(3) == (OURS, "the job is requeued until it has finished")
