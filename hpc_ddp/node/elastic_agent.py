@@ -261,8 +261,9 @@ def start_server(argv: list[str]) -> ForkServer | ForkedScript | None:
     """Import torch, and start the fork server for the script of torchrun's command line `argv`.
     Return what `fork_server.start_server` returns: in a forked worker a ForkedScript, in the agent
     the server or None. None for a job with ``--no-warm-start``."""
-    with pause_collector(), keep_cpus(), record_lookups():
-        import torch  # noqa: F401  # the server, and so all workers, have it then
+    with pause_collector(), keep_cpus():
+        with record_lookups():
+            import torch  # noqa: F401  # the server, and so all workers, have it then
 
         if not AttemptEnv.from_env(os.environ).warm_start:
             return None

@@ -36,7 +36,12 @@ from hpc_ddp.core.job.variables import OF_A_RANK
 from hpc_ddp.node.workers.first_import import MISSING, FirstImport, is_read
 from hpc_ddp.node.workers.forked_script import ForkedScript, is_main_kept, wipe_main_first
 from hpc_ddp.node.workers.module_files import find_hiding_file, own_folders
-from hpc_ddp.node.workers.preload import forget_rank, import_all, name_of_plugin
+from hpc_ddp.node.workers.preload import (
+    forget_rank,
+    import_all,
+    name_of_plugin,
+    record_lookups,
+)
 from hpc_ddp.node.workers.script_imports import UnfitError, modules_ahead
 from hpc_ddp.node.workers.worker import (
     OF_AN_MPI_TASK,
@@ -226,7 +231,8 @@ class _Server:
         from hpc_ddp.node.workers.device_check import Trial
 
         trial = Trial()
-        import_all(names, self.output)
+        with record_lookups():
+            import_all(names, self.output)
         if file := find_hiding_file(folders, sys.modules, MISSING):
             raise UnfitError(f"{file} hides a module that is imported already")
         self.refusal = trial.await_failure()

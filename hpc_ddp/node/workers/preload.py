@@ -171,8 +171,8 @@ def name_of_plugin(environ: Mapping[str, str]) -> str:
 
 @contextlib.contextmanager
 def record_lookups() -> Iterator[None]:
-    """Inside the block, also in processes that it forks, record in `MISSING` the names of modules
-    that imports look for in vain, and in `READ` those of variables that are looked up."""
+    """Inside the block record in `MISSING` the names of modules that imports look for in vain, and
+    in `READ` those of variables that are looked up. A copy of the environment reads all of them."""
     finder: Any = _Finder()
     sys.meta_path.append(finder)  # the last finder is asked for what the others do not find
     environ: Any = os.environ

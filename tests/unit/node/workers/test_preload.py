@@ -157,3 +157,18 @@ def test_variables_that_imports_look_up_are_recorded(monkeypatch: pytest.MonkeyP
     assert environ["OF_ALL"] == "1"
     assert type(environ) is kind
     assert {"NO_SUCH"} == READ & {"NO_SUCH", "OF_ALL"}
+
+
+def test_the_import_of_torch_reads_few_variables() -> None:
+    """With all of them recorded each change, of PATH, say, started the script a second time."""
+    text = (
+        "from hpc_ddp.node.workers import first_import, preload\n"
+        "with preload.record_lookups():\n"
+        "    import torch._dynamo\n"
+        "names = ('TORCH_LOGS', 'PATH', 'WANDB_DIR', 'HF_HOME', 'HOSTNAME', 'GLOO_SOCKET_IFNAME')\n"
+        "print(*filter(first_import.is_read, names))"
+    )
+    env = {**os.environ, "WANDB_DIR": "a", "HF_HOME": "a", "HOSTNAME": "a"}
+    argv = [sys.executable, "-c", text]
+    done = subprocess.run(argv, env=env, capture_output=True, text=True)
+    assert done.stdout == "TORCH_LOGS\n", done.stderr
