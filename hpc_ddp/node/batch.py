@@ -43,7 +43,7 @@ from hpc_ddp.node.outcome.gather_facts import (
     limit_silent_ends,
     preview_cause,
 )
-from hpc_ddp.node.outcome.requeue import attempt_end, chain, first_job, vain_start
+from hpc_ddp.node.outcome.requeue import attempt_end, chain, kept_variables, vain_start
 from hpc_ddp.node.outcome.requeue.job_change import JobChange, change_job
 from hpc_ddp.node.outcome.requeue.next_start import MAY_BE_REQUEUED, VERDICT_S, ask_about_job
 from hpc_ddp.node.watch import end_step
@@ -97,8 +97,8 @@ def begin(environ: dict[str, str]) -> dict[str, str] | None:
 
 def _begin(environ: dict[str, str]) -> dict[str, str] | None:
     """Begin the next attempt; return the variables for its supervisors: those of `AttemptEnv`,
-    `first_job.variables` and `tracker_env`. None, and nothing begins, where the run is finished,
-    and this job was restarted by Slurm or queued by another job.
+    `kept_variables.variables` and `tracker_env`. None, and nothing begins, where the run is
+    finished, and this job was restarted by Slurm or queued by another job.
 
     This makes the attempt's folder, journals `Started`, notes the job in the index of runs, queues
     a chain's next job, and prints a warning of `_check_cpus`; it may record this job as a link,
@@ -159,10 +159,10 @@ def _begin(environ: dict[str, str]) -> dict[str, str] | None:
 
 
 def _variables(run: RunFolder, env: AttemptEnv, environ: dict[str, str]) -> dict[str, str]:
-    """Return all variables of an attempt of `run`: those of `env`, `first_job.variables` and
+    """Return all variables of an attempt of `run`: those of `env`, `kept_variables.variables` and
     `tracker_env`. Raise as these do."""
     starts = env.attempt - env.first_attempt
-    values = patiently(partial(first_job.variables, run, starts, environ))
+    values = patiently(partial(kept_variables.variables, run, starts, environ))
     return env.to_env() | values | tracker_env(run, environ, env.first_attempt)
 
 
@@ -244,7 +244,7 @@ def give_verdict(environ: dict[str, str]) -> int:
     notify_of_end(run, facts, verdict)
     code = attempt_end.carry_out_verdict(run, attempt, environ, facts, verdict)
     notify_of_end(run, facts, verdict, code)
-    first_job.delete_env_before_setup(environ)
+    kept_variables.delete_env_before_setup(environ)
     return code
 
 
@@ -313,7 +313,7 @@ def _call(argv: list[str], environ: dict[str, str]) -> int:
     ``cut-off`` is for a job that Slurm ends before its attempt; its code is 0 if the run goes on.
 
     ``begin`` and ``first-job`` print bash lines for the batch shell (``exit 0`` where there is
-    nothing to do, or the job starts again), the latter `first_job.variables` for set-up lines;
+    nothing to do, or the job starts again), the latter `kept_variables.variables` for set-up lines;
     ``teardown-plan`` a number and a word, ``next-port`` a number. ``warned`` and ``watch`` end
     with the batch shell."""
     try:
@@ -322,7 +322,7 @@ def _call(argv: list[str], environ: dict[str, str]) -> int:
                 answer("exit 0")
             case ["first-job"]:
                 run = run_of_job(environ)
-                variables = partial(first_job.variables, run, None, environ)
+                variables = partial(kept_variables.variables, run, None, environ)
                 answer(export_lines(patiently(variables)))
             case ["queue-next"]:
                 queue_next(environ)

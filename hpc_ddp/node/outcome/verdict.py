@@ -31,8 +31,9 @@ from hpc_ddp.core.journal.enums import END_OF_TIME, Action, Cause, EndKind, Stop
 from hpc_ddp.core.journal.events import Finished, Stopped, TrainingBegun
 from hpc_ddp.core.journal.journal import last_event
 from hpc_ddp.node.outcome.attempt_facts import AttemptFacts, silent_nodes
-from hpc_ddp.node.outcome.bounds import Refusal, find_refusal, pause_before_retry
+from hpc_ddp.node.outcome.bounds import Refusal, find_refusal
 from hpc_ddp.node.outcome.first_failure import early_exits
+from hpc_ddp.node.outcome.pauses import pause_before_retry
 
 UNFINISHED = f"{EARLY_EXIT}; what came after its last checkpoint is lost"
 OUTLASTED = " (the script did not end by itself, and was killed)"

@@ -14,8 +14,8 @@ from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.node.outcome.attempt_facts import AttemptFacts
 from hpc_ddp.node.outcome.requeue.chain import leave_to_the_user, own_id
 from hpc_ddp.node.outcome.requeue.excluded_nodes import exclusion_of, note_vain_node
-from hpc_ddp.node.outcome.requeue.first_job import RESTARTS
 from hpc_ddp.node.outcome.requeue.job_change import change_job
+from hpc_ddp.node.outcome.requeue.kept_variables import RESTARTS
 from hpc_ddp.node.outcome.requeue.next_start import (
     PAUSE_S,
     UNSETTLED,
@@ -35,8 +35,8 @@ def count_restarts(environ: dict[str, str]) -> int:
     Slurm sets SLURM_RESTART_COUNT only in a job that it has started again. But a person may have
     called sbatch in such a job, and the new job has inherited the variable: so Slurm is asked.
     Without an answer, which is printed, the variable counts, with the value that Slurm gave it:
-    where `first_job.variables` has changed it, `RESTARTS` has that value. Raises KeyError where the
-    count is not 0 and SLURM_JOB_ID is not set.
+    where `kept_variables.variables` has changed it, `RESTARTS` has that value. Raises KeyError
+    where the count is not 0 and SLURM_JOB_ID is not set.
     """
     restarts = noted_restarts(environ)
     job = ask_about_job(environ["SLURM_JOB_ID"]) if restarts else None

@@ -26,7 +26,7 @@ from hpc_ddp.core.journal.events import VerdictGiven
 from hpc_ddp.core.journal.journal import last_event
 from hpc_ddp.core.run_folder import RunFolder
 from hpc_ddp.core.run_index import link_job
-from hpc_ddp.node.outcome.requeue import first_job
+from hpc_ddp.node.outcome.requeue import kept_variables
 from hpc_ddp.node.outcome.requeue.excluded_nodes import excluded_nodes
 from hpc_ddp.slurm_text import CANCELLED, OVER, Job
 
@@ -308,7 +308,7 @@ def _queue_link(
     can't be read, KeyError outside of a job.
     """
     cluster = environ.get("SLURM_CLUSTER_NAME", "")
-    shell = first_job.env_before_setup(environ).items()
+    shell = kept_variables.env_before_setup(environ).items()
     env = {name: text for name, text in shell if name not in CLUSTERS_OF_SUBMIT}
     script, array = job_folder(run).script, RunFolder(run.whole)
     script_options = slurm.options_of(script)

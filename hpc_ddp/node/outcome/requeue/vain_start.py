@@ -20,7 +20,7 @@ from hpc_ddp.core.file_io import patiently, read_json
 from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.job.task_folder import run_of_job
 from hpc_ddp.core.run_folder import RunFolder
-from hpc_ddp.node.outcome.bounds import PAUSES_S
+from hpc_ddp.node.outcome.pauses import PAUSES_S
 from hpc_ddp.node.outcome.requeue.attempt_end import noted_restarts
 from hpc_ddp.node.outcome.requeue.chain import leave_to_the_user, own_id, record_vain_start
 from hpc_ddp.node.outcome.requeue.excluded_nodes import note_vain_node

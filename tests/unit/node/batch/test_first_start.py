@@ -7,7 +7,7 @@ import errno
 import pytest
 
 from hpc_ddp.core.run_folder import RunFolder
-from hpc_ddp.node.outcome.requeue import first_job
+from hpc_ddp.node.outcome.requeue import kept_variables
 from unit.fakes import Clock, Slurm
 from unit.node.batch.fakes import answer_scontrol, call_batch, show_job
 
@@ -26,7 +26,7 @@ def test_set_up_lines_have_the_variables_of_the_run_or_do_not_run(
     run.claim_attempt({"job_id": "7", "nodes": ["n1"], "restarts": 0}, lambda info: False)
     if is_away:
         reads = iter([OSError(errno.ESTALE, "Stale file handle")] * 200)
-        monkeypatch.setattr(first_job, "count_starts", lambda run: _raise(next(reads)))
+        monkeypatch.setattr(kept_variables, "count_starts", lambda run: _raise(next(reads)))
     answer_scontrol(controller, show_job(restarts=1))
     assert call_batch(monkeypatch, run, "first-job", SLURM_RESTART_COUNT="1") == 0
     out = capsys.readouterr().out
@@ -45,10 +45,10 @@ def test_a_disk_that_goes_between_two_looks_makes_no_first_start(
 ) -> None:
     """Set-up lines would delete what the run has saved."""
     run.claim_attempt({"job_id": "7", "nodes": ["n1"], "restarts": 0}, lambda info: False)
-    text, count, sleep = run.job_json.read_text(), first_job.count_starts, patience.sleep
+    text, count, sleep = run.job_json.read_text(), kept_variables.count_starts, patience.sleep
 
     def lose_disk(run: RunFolder) -> int:
-        monkeypatch.setattr(first_job, "count_starts", count)
+        monkeypatch.setattr(kept_variables, "count_starts", count)
         run.job_json.unlink()
         return 0  # as of a folder that is missing
 
@@ -56,7 +56,7 @@ def test_a_disk_that_goes_between_two_looks_makes_no_first_start(
         sleep(seconds)
         run.job_json.write_text(text)
 
-    monkeypatch.setattr(first_job, "count_starts", lose_disk)
+    monkeypatch.setattr(kept_variables, "count_starts", lose_disk)
     monkeypatch.setattr(patience, "sleep", wait)
     assert call_batch(monkeypatch, run, "first-job", SLURM_RESTART_COUNT="1") == 0
     out = capsys.readouterr().out

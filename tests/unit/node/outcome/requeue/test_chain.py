@@ -12,7 +12,7 @@ from hpc_ddp.core.file_io import write_json
 from hpc_ddp.core.job.job_ref import JobRef
 from hpc_ddp.core.journal.enums import Action, Cause
 from hpc_ddp.core.run_folder import RunFolder
-from hpc_ddp.node.outcome.requeue import first_job, next_start
+from hpc_ddp.node.outcome.requeue import kept_variables, next_start
 from hpc_ddp.node.outcome.requeue.chain import queue_next_link
 from hpc_ddp.node.outcome.verdict import Verdict
 from tests.raw_events import raw
@@ -269,7 +269,7 @@ def test_the_next_link_of_a_task_alone_has_its_own_script(
     environ = job_environ(SLURM_ARRAY_JOB_ID="5", SLURM_ARRAY_TASK_ID="1")
     (task.logs / ".environ-7").write_text(f"PATH={os.environ['PATH']}\0A=before\0")
     environ |= {"HPC_DDP_RUN": str(task.path), "A": "after"}
-    assert first_job.env_before_setup(environ)["A"] == "before"
+    assert kept_variables.env_before_setup(environ)["A"] == "before"
     queue_next_link(task, attempt, environ)
     (words,) = slurm_commands.calls("sbatch")
     assert words[-1] == str((task if is_newest else run).script)
@@ -298,10 +298,10 @@ def test_the_next_link_has_the_environment_from_before_the_set_up_lines(
     lines = log.read_text().split("\0")
     assert {"DATA=/data\nx", "hf_token=a1", "API_KEY=b2", "DB=pg://me:pw@h/x"} <= {*lines}
     assert not [line for line in lines if line.startswith("SLURM_JOB_NAME")]
-    first_job.delete_env_before_setup(environ)
-    assert dict(first_job.env_before_setup(environ)) == environ
+    kept_variables.delete_env_before_setup(environ)
+    assert dict(kept_variables.env_before_setup(environ)) == environ
     (run.logs / ".environ-7").write_text("PATH=/no/sbatch/here\0")
-    assert dict(first_job.env_before_setup(environ)) == environ
+    assert dict(kept_variables.env_before_setup(environ)) == environ
 
 
 @pytest.mark.parametrize(("excluded", "kept_off"), [("", "n2"), ("n[2,8-9]", "n8,n9,n2")])

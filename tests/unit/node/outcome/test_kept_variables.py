@@ -8,7 +8,7 @@ import pytest
 
 from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.run_folder import RunFolder
-from hpc_ddp.node.outcome.requeue import first_job
+from hpc_ddp.node.outcome.requeue import kept_variables
 from tests.raw_events import raw
 
 
@@ -30,11 +30,11 @@ def test_starts_are_counted_over_all_jobs(
     run.journal("submit").write(raw("fresh", first_attempt=fresh))
     for _ in range(attempt):
         run.claim_attempt({}, lambda info: False)
-    starts = first_job.count_starts(run)
-    values = first_job.variables(run, starts, {"SLURM_RESTART_COUNT": of_slurm})
+    starts = kept_variables.count_starts(run)
+    values = kept_variables.variables(run, starts, {"SLURM_RESTART_COUNT": of_slurm})
     assert values.get("SLURM_RESTART_COUNT") == restarts
     assert values["HPC_DDP_SLURM_RESTARTS"] == (of_slurm or "0")
-    again = first_job.variables(run, starts, values)
+    again = kept_variables.variables(run, starts, values)
     assert again == values
     assert values["SLURM_SUBMIT_DIR"] == "/home/me/proj"
 
@@ -50,7 +50,7 @@ def test_a_task_has_the_numbers_of_the_whole_array(
     run.job_json.write_text(JobSpec("train.py", array=array).to_json())
     task = run.task(9 if "9" in array else 2).make()
     task.job_json.write_text(JobSpec("train.py", array="9").to_json())
-    values = first_job.variables(task, 0, {"SLURM_ARRAY_TASK_COUNT": "1"})
+    values = kept_variables.variables(task, 0, {"SLURM_ARRAY_TASK_COUNT": "1"})
     names = ("COUNT", "MIN", "MAX", "STEP")
     numbers = [values.get(f"SLURM_ARRAY_TASK_{name}") for name in names]
     assert numbers == [count, least, most, step]
@@ -59,7 +59,7 @@ def test_a_task_has_the_numbers_of_the_whole_array(
 def test_a_job_that_is_no_task_has_no_numbers_of_one(run: RunFolder) -> None:
     run.job_json.write_text(JobSpec("train.py", array="0-3").to_json())
     values = {"HPC_DDP_SLURM_RESTARTS": "0", "HPC_DDP_FIRST_START": "yes"}
-    assert first_job.variables(run, 0, {}) == values
+    assert kept_variables.variables(run, 0, {}) == values
 
 
 @pytest.mark.parametrize(
@@ -74,5 +74,5 @@ def test_set_up_lines_may_delete_old_results_in_a_first_start_alone(
         run.journal("submit").write(raw("fresh", first_attempt=fresh))
     for _ in range(attempts):
         run.claim_attempt({}, lambda info: False)
-    values = first_job.variables(run, first_job.count_starts(run), {})
+    values = kept_variables.variables(run, kept_variables.count_starts(run), {})
     assert (values.get("HPC_DDP_FIRST_START") == "yes") is is_first
