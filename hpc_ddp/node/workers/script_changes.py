@@ -261,6 +261,10 @@ def _changes_variable(node: ast.AST) -> bool:
         return True
     if not isinstance(function, ast.Attribute) or not _is_environ(function.value):
         return False
+    if name == "update":
+        keys: list[ast.AST | None] = [ast.Constant(keyword.arg) for keyword in node.keywords]
+        keys += [k for words in node.args for k in getattr(words, "keys", [words])]
+        return any(key is None or _may_be_read(key) for key in keys)
     if name in ("setdefault", "pop", "__setitem__", "__delitem__"):
         return not node.args or _may_be_read(node.args[0])
     return name not in READS
