@@ -284,7 +284,8 @@ def lines_of_no_attempt(environ: dict[str, str]) -> str:
     end = end_of(ask_about_job(environ["SLURM_JOB_ID"])) or math.inf
     end_time = None if end == math.inf else end
     nodes = int(environ.get("SLURM_NNODES", "1"))
-    env = attempt_env(run, run.attempts()[-1], nodes, end_time, spec)
+    newest = [run.attempt(0), *run.attempts()][-1]  # a user may have removed the logs
+    env = attempt_env(run, newest, nodes, end_time, spec)
     values = {**_variables(run, env, environ), "HPC_DDP_VERDICT": "finished"}
     seconds = int(max(1, min(end - VERDICT_S - time.time(), MONTH_S)))
     cut_off = '[ -z "$_sigterm$_cut_off" ] || { _run_part batch cut-off; exit; }'
