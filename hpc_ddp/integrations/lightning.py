@@ -250,8 +250,8 @@ class StopCallback(Callback):
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Save if that is due and the loaders' states from before this batch are kept; stop where
-        the ranks are to. All ranks call it. Raises as `StopPoint.checkpoint`."""
+        """Save if it is due, the last batch has ended a step, and the loaders' states before it
+        are kept; stop where the ranks are to. A collective. Raises as `StopPoint.checkpoint`."""
         # The hooks of the module and of all callbacks have ended the last batch by now, and with an
         # epoch its validation. Not at the start of the epoch: what Lightning saves there skips a
         # batch, or an epoch.

@@ -184,8 +184,8 @@ def read_options(options: list[str]) -> Any:
 
 
 def fork_workers(server: ForkServer) -> None:
-    """Patch torchrun: its workers come from the fork server, unless the server refuses, or torchrun
-    redirects a worker's output or wraps its command."""
+    """Patch torchrun: its workers come from the fork server, unless torchrun redirects a worker's
+    output, or the server refuses, as it does a command that torchrun has wrapped."""
     from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
     start_new: Any = SubprocessHandler._popen

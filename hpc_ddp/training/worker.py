@@ -50,7 +50,7 @@ class Worker(Member):
         """Install the handlers of exceptions and signals, join the peers, open the run's folder,
         seed all random generators, and make all parts of the run. With `options.deterministic` have
         torch be deterministic. `options` are the script's, not yet checked. It is a collective;
-        raises as `start`."""
+        raises as `process.start.start`."""
         super().__init__(options)
         options = self._options
         self._join(options)

@@ -64,9 +64,10 @@ _TORN_DOWN = (-signal.SIGTERM, 128 + signal.SIGTERM)
 class Failure:
     """A worker that did not end well.
 
-    `rank` is None where torchrun itself failed. `code` is the exit code as Popen gives it, negative
-    for a signal. `time` is that of the end, in unix seconds by the node's clock. `error` is the
-    line that names the error, '' where none is known; `last_line` then is the last line of the log.
+    `rank` is None where torchrun itself failed, or where it is not known which process was killed.
+    `code` is the exit code as Popen gives it, negative for a signal. `time` is that of the end, in
+    unix seconds by the node's clock. `error` is the line that names the error, '' where none is
+    known; `last_line` then is the last line of the log.
     """
 
     rank: int | None
@@ -135,7 +136,8 @@ class Failure:
 
     def __str__(self) -> str:
         """Return the failure as ``rank 3 on n2: RuntimeError: …``; without an error with the signal
-        or exit code, and the log's last line, as ``torchrun on n2: SIGKILL ("…")``."""
+        or exit code, and the log's last line, as ``torchrun on n2: SIGKILL ("…")``; with ``a
+        process`` in place of torchrun where one was killed for want of memory."""
         subject = "a process" if self.error == KILLED else "torchrun"
         if self.rank is not None:
             subject = f"rank {self.rank}"

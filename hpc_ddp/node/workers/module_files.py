@@ -60,7 +60,7 @@ def find_hiding_file(
     `loaded` modules, of one that it imports at its start, or of the `missing` ones, which were
     looked for in vain, and for which any folder counts; None if there is none. ``hpc_ddp`` counts
     only in the first folder, the script's: the run's own comes before the others."""
-    tops = {name.partition(".")[0] for name in loaded} - {"__main__"}
+    tops = {name.partition(".")[0] for name in loaded} - {"__main__", *sys.builtin_module_names}
     tops |= {"sitecustomize", "usercustomize"}  # Python imports them at its start
     for folder in folders:
         try:

@@ -271,8 +271,8 @@ def _changes_variable(node: ast.AST) -> bool:
 
 
 def _is_setting(call: ast.Call, modules: Mapping[str, str]) -> bool:
-    """Return whether a call sets something on which an import may depend, such as a type, a folder
-    or a log. `modules` is as in `may_change_anything`."""
+    """Return whether a call sets something on which an import may depend, such as a folder, a
+    filter of warnings or a log. `modules` is as in `may_change_anything`."""
     name, module = function_name(call), modules.get(_root(call.func), "")
     harmless = NO_SETTINGS.get(module.partition(".")[0])
     return name in SETTINGS or bool(harmless and not harmless.fullmatch(name))

@@ -125,9 +125,10 @@ def _has_ended(status: Status, events: list[JournalEvent]) -> bool:
 
 def _fingerprint(run: RunFolder) -> list[object]:
     """Return values that change whenever the files change from which a run's status is read:
-    whether the run and each task is cancelled, and name, size in bytes and time in ns of each file
-    of their journals. [] for a run that is being removed. Raise OSError where a journal, also a
-    task's, can't be listed or opened."""
+    whether the run and each task is cancelled, when their starts in vain were last counted, and
+    name, size in bytes and time in ns of each file of their journals. [] for a run whose folder
+    can't be listed, as one that is being removed. Raise OSError where a journal, also a task's,
+    can't be listed or opened."""
     try:
         names = os.listdir(run.path)
     except OSError:  # it is just being removed
@@ -135,6 +136,8 @@ def _fingerprint(run: RunFolder) -> list[object]:
     folders = [str(run.path), *(f"{run.path}/{n}" for n in sorted(names) if n.startswith("task-"))]
     fingerprint: list[object] = [os.path.exists(f"{folder}/cancelled") for folder in folders]
     for folder in folders:
+        with suppress(FileNotFoundError):
+            fingerprint.append(os.stat(f"{folder}/vain-jobs.json").st_mtime_ns)
         with suppress(FileNotFoundError):
             for name in sorted(os.listdir(f"{folder}/journal")):
                 # Opened, since NFS may answer a stat alone from a cache.

@@ -6,6 +6,7 @@ lost in silence. `check_effect` refuses such options and variables.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
@@ -92,7 +93,7 @@ def check_inherited(spec: JobSpec, header: Sequence[Pair], srun: Sequence[Pair])
 
 def _check_variables(spec: JobSpec) -> None:
     """Raise UsageError for a variable of ``env``, by value or by name, that is set by hpc-ddp or
-    Slurm, and for one by name that is an outer job's in this shell."""
+    Slurm, and for one by name that an outer job may have left in this shell."""
     for name in (*spec.env, *spec.env_names):
         if is_of_hpc_ddp(name, spec.launcher):
             raise UsageError(
@@ -105,7 +106,7 @@ def _check_variables(spec: JobSpec) -> None:
                 f"variable {name} of env is set by Slurm, for the job and its step",
                 hint="leave it out; for an option of srun: --srun=--NAME=VALUE",
             )
-        if name in spec.env_names and not clean_env({name: ""}):
+        if name in spec.env_names and name not in clean_env({**os.environ, name: ""}):
             raise UsageError(
                 f"variable {name} of this shell does not reach the job: it may be an outer job's",
                 hint=f"--env {name}=VALUE; for an option of srun: --srun=--NAME=VALUE",

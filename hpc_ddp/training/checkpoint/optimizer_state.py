@@ -264,8 +264,8 @@ def _restore_types(
     optimizer: Optimizer, stored: Mapping[int, Any], present: Mapping[torch.Tensor, Any]
 ) -> None:
     """After a load by torch give the state's tensors their types and devices in `stored`, the
-    stored state by the parameters' numbers. Tensors in `present`, the state by parameter before the
-    load, are overwritten in place."""
+    stored state by the parameters' numbers. Tensors in `present`, the state of every parameter
+    before the load (None without any), are overwritten in place."""
     params = [(n, p) for n, p in enumerate(parameters_of(optimizer)) if n in stored]
     # The keys of single numbers on the CPU, by the state of parameters with a shape.
     constants = {key for number, parameter in params if parameter.shape

@@ -253,6 +253,15 @@ def test_a_variable_that_does_not_leave_the_shell_is_refused(name: str) -> None:
     _rendering(env_names=("SLURM_JWT", "SLURM_CONF", "SBATCH_PARTITION", "FOO"))
 
 
+def test_a_variable_of_this_node_does_not_reach_another_job(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _rendering(env_names=("NCCL_SOCKET_IFNAME",))
+    monkeypatch.setenv("HPC_DDP_NODE_FOLDER", "/r")  # in a shell of a run
+    with pytest.raises(UsageError, match="of this shell does not reach"):
+        _rendering(env_names=("NCCL_SOCKET_IFNAME",))
+
+
 @pytest.mark.parametrize("sweep", [{}, {"lr": ("1", "2")}])
 def test_an_array_does_not_run_in_an_allocation(sweep: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match="the salloc back-end runs inside one"):
