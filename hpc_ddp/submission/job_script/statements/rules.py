@@ -71,7 +71,7 @@ FINALLY = Limit(
 # A job submits itself: by its name, or, behind another one, by a variable.
 REQUEUES = (
     r"scontrol\s+requeue|\bsbatch\s[^\n;]*(\$\{?0|BASH_SOURCE"
-    r"|(--dependency|-d)\b[^\n;]*\s[\"']?\$\{?(?!SLURM_JOB_?ID)\w)"
+    r"|(--dependency|-d)\b[^\n;]*\s[\"']?\$\{?(?!SLURM_JOB_?ID)\w+\}?(?![\w/.]))"
 )
 # Texts that a command prints, as one on the script's usage, messages of ${A:?…}, here-documents and
 # comments: no command is in them.

@@ -121,3 +121,18 @@ def test_a_note_names_a_tool_that_only_the_job_knows() -> None:
     result = of_text("if [ -e /a ]; then C=apptainer; else C=singularity; fi", line)
     assert "container-tool" not in result.settings()
     assert any("container-tool = …" in text for _, text in result.notes)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "run python -u -m pkg.train --lr 1",
+        'log_run "train" python train.py',
+        'run_step "$NAME" uv run train.py',
+    ],
+)
+def test_a_name_before_a_program_may_be_a_function_of_a_file(line: str) -> None:
+    result = of_text("source lib.sh", line)
+    assert result.group(3) == (LOST, "it may be the launch: script = …, args = […]")
+    assert "script" not in result.settings()
+    assert of_text("xvfb-run python train.py").settings()["script"] == "xvfb-run"
