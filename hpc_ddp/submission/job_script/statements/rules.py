@@ -110,6 +110,7 @@ _COPIES_BY_SSH = (
 # Each with the pattern of a text, the places where it counts (`is_after` the launch), and a reason.
 Rules = tuple[tuple[str, tuple[bool, ...], str], ...]
 REFUSED: Rules = (
+    (r".*<\{\{", _AROUND, "${{: a template's brace, or a bad substitution: fill it in"),
     (rf"(?!.*({REQUEUES}))(?!{PRINTS_ON_ERROR}\s*(\n|$)|{_PRINTS_ON_SIGNAL})"
      rf"(?!{ON_EXIT.pattern})trap\s", _AROUND,
      "a trap: notices reach the workers; clean-up: teardown = […]"),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hpc_ddp.submission.job_script.conversion import LOST, Conversion
+from hpc_ddp.submission.job_script.conversion import LOST, TAKEN, Conversion
 from hpc_ddp.submission.job_script.importer import import_script
 
 HERE = Path("/home/me/project")
@@ -136,3 +136,25 @@ def test_a_name_before_a_program_may_be_a_function_of_a_file(line: str) -> None:
     assert result.group(3) == (LOST, "it may be the launch: script = …, args = […]")
     assert "script" not in result.settings()
     assert of_text("xvfb-run python train.py").settings()["script"] == "xvfb-run"
+
+
+def test_a_brace_of_a_template_is_a_row_of_its_own() -> None:
+    lines = 'export A="${{P}}/b"', 'export B="0x${{P}},${{Q}}"', "awk '{print \"${{P}}\"}' b"
+    result = of_text(
+        *lines, 'torchrun train.py "${{P}}/a" --lr 1', "cat > x <<'E'", '"${{P}}"', "E"
+    )
+    assert [result.group(n)[0] for n in (2, 3, 4)] == [LOST, LOST, TAKEN]
+    assert "a template's brace" in result.group(2)[1]
+    assert "${{P}}/a: it needs a value of yours" in losses(result)
+    settings = result.settings()
+    assert (settings["script"], settings["setup"]) == ("train.py", [lines[2]])
+    assert settings["teardown"] == ["cat > x <<'E'\n\"${{P}}\"\nE"]
+
+
+@pytest.mark.parametrize("value", ["${SLURM_GPUS_ON_NODE:-4}", "${SLURM_GPUS_ON_NODE}"])
+def test_a_second_default_of_a_number_is_not_used(value: str) -> None:
+    lines = "#SBATCH --gpus-per-node=2", f'N="{value}"', 'N="${N:-4}"'
+    result = of_text(*lines, 'torchrun --nproc_per_node="$N" train.py')
+    assert not losses(result)
+    unknown = of_text(lines[1], lines[2], 'torchrun --nproc_per_node="$N" train.py')
+    assert "only the job knows" in losses(unknown)
