@@ -158,3 +158,13 @@ def test_a_second_default_of_a_number_is_not_used(value: str) -> None:
     assert not losses(result)
     unknown = of_text(lines[1], lines[2], 'torchrun --nproc_per_node="$N" train.py')
     assert "only the job knows" in losses(unknown)
+
+
+def test_ray_with_the_program_behind_is_the_program_of_each_node() -> None:
+    lines = "#SBATCH --nodes=2 --gpus-per-node=2 --ntasks-per-node=1", "A=$(hostname):6379"
+    result = of_text(*lines, 'srun ray symmetric-run --address "$A" -- python -m pkg.train')
+    settings = result.settings()
+    assert (settings["script"], settings["nproc-per-node"]) == ("ray", 1)
+    assert settings["args"][:3] == ["symmetric-run", "--address", "$A"]
+    assert "starts the workers" in str(result.notes)
+    assert "script" not in of_text("srun ray status").settings()
