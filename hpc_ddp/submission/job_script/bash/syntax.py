@@ -88,7 +88,7 @@ def _quote_placeholders(root: Node, code: bytes) -> bytes:
     text again, which has as many bytes. `root` is the tree of the code."""
     nodes = [node for node in all_below(root) if node.type in (*_IN_TEXT, "raw_string")]
     texts = [range(node.start_byte, node.end_byte) for node in nodes]
-    for start, end in ((n.start_byte, n.end_byte) for n in nodes if n.type in _KEPT):
+    for start, end in ((node.start_byte, node.end_byte) for node in nodes if node.type in _KEPT):
         code = code[:start] + _OF_TEMPLATE.sub(rb"$\1}", code[start:end]) + code[end:]
     return _PLACEHOLDER.sub(
         lambda m: (

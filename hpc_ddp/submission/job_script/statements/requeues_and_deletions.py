@@ -53,9 +53,10 @@ def ends_in_place_of_requeue(text: str) -> bool:
 def own_names(texts: Iterable[str], name: str) -> set[str]:
     """Return the names of the batch script's files: its `name`, if it is not '', and those of the
     copies that a statement of the `texts` makes of it, as ``cp $0 a/run.sh``."""
-    own = rf"\$\{{?(?:0|BASH_SOURCE)\b\S*|(?:\S*/)?{re.escape(name or '$0')}[\"']?"
+    script = rf"\$\{{?(?:0|BASH_SOURCE)\b\S*|(?:\S*/)?{re.escape(name or '$0')}[\"']?"
     copies = (
-        re.match(rf"cp\s+(?:-\w+\s+)*[\"']?(?:{own})\s+\S*?([\w.-]+)[\"']?$", t) for t in texts
+        re.match(rf"cp\s+(?:-\w+\s+)*[\"']?(?:{script})\s+\S*?([\w.-]+)[\"']?$", text)
+        for text in texts
     )
     return {name, *(match[1] for match in copies if match)} - {""}
 
