@@ -20,6 +20,9 @@ _PLACEHOLDER = re.compile(
     rb"|(?<=/)<[A-Za-z][\w-]*>(?=[\s.\w]|$)"
     rb"|(?<==)[ \t]*#[ \t]*<[A-Za-z][\w .-]*>(?=[ \t]*$)"  # A=# <B>, also a comment
 )
+# A template's ${{NAME}}, which bash can't expand, in double quotes; <{{NAME}> stands for it.
+_QUOTED, _TEMPLATE = re.compile(r'"[^"\n]*"'), re.compile(r"\$(\{\{[\w. -]+\})\}")
+_OF_TEMPLATE = re.compile(rb"<(\{\{[\w. -]+\})>")
 # Arguments of the script or a function: those without a default; all of them together.
 _ARGUMENTS = re.compile(r"(?<!\\)\$(?:[1-9@*#]|\{(?:[1-9@*](?!:?-)[^}]*|#)\})")
 ALL_ARGUMENTS = re.compile(r"(?<!\\)\$(?:[@*]|\{[@*](?::\s*[1-9]\d*(?::\d+)?)?\})")
@@ -30,6 +33,7 @@ _BROKEN_WORD = re.compile(rb"(?:(?:\\\n)+%b)+" % _CHUNK, re.S)
 _OF_WORDS = ("word", "string", "raw_string", "concatenation", "number", "command_name", "=",
              "simple_expansion", "expansion", "command_substitution")  # fmt: skip
 _BARE_TEXT = re.compile(rb"[ \t]*<<[^<]")  # a here-document that has no command
+_KEPT = ("heredoc_body", "raw_string")
 _IN_TEXT = ("string", "heredoc_body", "simple_expansion", "expansion")
 
 
@@ -50,7 +54,7 @@ def parse(text: str) -> Node:
     language = tree_sitter.Language(tree_sitter_bash.language())
     parser, parsed = tree_sitter.Parser(language), b""
     text = re.sub(r"(\\(\n|$)\s*)+$", "", text) + "\n"  # a backslash at the script's end
-    text = _space_brackets(for_parser(text))
+    text = _space_brackets(for_parser(_QUOTED.sub(lambda m: _TEMPLATE.sub(r"<\1>", m[0]), text)))
     code = _quote_placeholders(parser.parse(text.encode()).root_node, text.encode())
     while code != parsed:  # a change lets the parser see others
         root, parsed = parser.parse(code).root_node, code
@@ -80,9 +84,12 @@ def _space_brackets(text: str) -> str:
 def _quote_placeholders(root: Node, code: bytes) -> bytes:
     """Return a script's `code` with quotes around each placeholder: ``--name '<yours>'`` for
     ``--name <yours>``, which bash would read as a redirection. Those in quotes, in here-documents
-    and in ``${…}`` stay as they are. `root` is the tree of the code."""
-    nodes = (node for node in all_below(root) if node.type in (*_IN_TEXT, "raw_string"))
+    and in ``${…}`` stay as they are. In single quotes and here-documents ``<{{a}>`` is a template's
+    text again, which has as many bytes. `root` is the tree of the code."""
+    nodes = [node for node in all_below(root) if node.type in (*_IN_TEXT, "raw_string")]
     texts = [range(node.start_byte, node.end_byte) for node in nodes]
+    for start, end in ((node.start_byte, node.end_byte) for node in nodes if node.type in _KEPT):
+        code = code[:start] + _OF_TEMPLATE.sub(rb"$\1}", code[start:end]) + code[end:]
     return _PLACEHOLDER.sub(
         lambda m: (
             m[0] if any(m.start() in text for text in texts) else b"'%b'" % m[0].lstrip(b"# \t")

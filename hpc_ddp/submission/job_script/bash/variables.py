@@ -339,6 +339,9 @@ class Scope:
             and (not operator or (assigned.text and assigned.is_static))
         ):
             yield from (replace(part, splits=not is_quoted) for part in assigned.parts)
+        # A number is never empty: ${N:-4} of Slurm's number of GPUs is that number.
+        elif isinstance(assigned, Word) and operator and counts.whole_number(assigned, self):
+            yield from assigned.parts
         elif match and operator and "?" not in operator and self.needs_default(name, operator):
             yield from self._default_parts(match, node.named_children[1:], is_quoted)
         else:

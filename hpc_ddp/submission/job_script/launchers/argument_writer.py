@@ -86,11 +86,12 @@ class ArgumentWriter:
         holds_placeholder = key != "args" and re.search(r"<[A-Za-z][\w .-]*>", word.text)
         form = r"<.*>|(--[\w-]+=)?your[-_]\w+|([^<]*=)?<[A-Za-z][\w .-]*>[/:].*|.*/<[A-Za-z].*>.*"
         form += r"|([\w-]+=)?#(your|YOUR)[-_].*"
-        is_placeholder = re.fullmatch(form, word.text, re.S)
+        is_placeholder = re.fullmatch(form, word.text, re.S) or "<{{" in word.text
         if (is_placeholder and not is_token) or holds_placeholder:
             lacking.append("a value of yours")
         if lacking:
-            text = f"{option} {word.text}: it needs {lacking[0]}: write it into {key}"
+            written = re.sub(r"<(\{\{[^{}]*\})>", r"$\1}", word.text)  # as `syntax.parse` has it
+            text = f"{option} {written}: it needs {lacking[0]}: write it into {key}"
             self.result.mark(word.line or line, word.line or line, LOST, text.strip())
         return bool(lacking)
 

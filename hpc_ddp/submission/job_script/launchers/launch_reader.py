@@ -19,7 +19,7 @@ from hpc_ddp.submission.job_script.launchers.option_names import (
     TOOLS,
     is_launcher,
 )
-from hpc_ddp.submission.job_script.launchers.program_names import may_train
+from hpc_ddp.submission.job_script.launchers.program_names import may_be_function, may_train
 from hpc_ddp.submission.job_script.launchers.tasks import (
     read_env,
     read_horovodrun,
@@ -123,7 +123,8 @@ def _is_program(words: Sequence[Word], launch: Launch, scope: Scope, step: str) 
     is_of_task = launch.step and (not step or is_path or words[0].code)
     # Of LUMI's images, which set it: it activates their Python.
     is_set_up = len(words) == 1 and re.fullmatch(r"\$\{?WITH_\w+\}?", text)
-    is_counted = is_run or (counts_all and may_train(words) and not starts_workers)
+    trains = may_train(words) and not (starts_workers or may_be_function(words))
+    is_counted = is_run or (counts_all and trains)
     return is_counted or bool(is_of_task and not is_set_up)
 
 

@@ -47,6 +47,10 @@ _PROGRAM = re.compile(
 _LAUNCHER = re.compile(
     r"\b((torchrun\S*|deepspeed|accelerate|srun|mpirun|mpiexec|ibrun)\s|torch\.distributed\.)"
 )
+# Commands on a machine's PATH that start the program behind them, and are no `LAUNCHERS`.
+_STARTS_OTHERS = re.compile(
+    r"xvfb-run|rye|pipx|dotenv|doppler|dvc|wandb|ray|ncu|rocprof\S*|perf|strace|echo|printf"
+)
 # Commands behind whose names other words than a program's stand.
 _STARTS_NONE = re.compile(
     r"source|\.|cd|pushd|export|unset|alias|trap|type|which|read|module|ml|conda|mamba|spack|docker"
@@ -118,3 +122,13 @@ def may_train(words: Sequence[Word]) -> bool:
     name = " ".join(names[1:] if is_shell else names[:1] if is_file else names)
     is_known = bool(is_file and name[:1] not in ("", "-")) or bool(TRAINS.search(name))
     return is_known and not (PREPARES.search(name) or _STARTS_NONE.fullmatch(names[0]))
+
+
+def may_be_function(words: Sequence[Word]) -> bool:
+    """Return whether a command, `words`, may be a function of a file that is sourced, which starts
+    the program behind it: its first word is a name of no known command, and a launcher or Python
+    follows, as in ``run python train.py``."""
+    name = words[0].text if words else ""
+    is_known = "/" in name or name.endswith(".sh") or is_launcher(name)
+    is_known = is_known or bool(_STARTS_OTHERS.fullmatch(name) or _STARTS_NONE.fullmatch(name))
+    return not is_known and any(is_launcher(word.text) for word in words[1:])

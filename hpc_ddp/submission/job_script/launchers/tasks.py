@@ -190,7 +190,11 @@ def take_command(words: list[Word], launch: Launch) -> None:
     if is_kin or any(re.fullmatch(inner, text) for text in texts):
         text = f"{words[0].text} starts a launcher of its own in each task, as it is written"
         launch.mark(words[0].line, "", f"{text}: its restarts and workers are not hpc-ddp's")
-    if not _NO_TRAINING.fullmatch(words[0].text):
+    is_ray = [word.text for word in words[1:2]] == ["symmetric-run"]  # with the program behind
+    if is_ray:
+        text = "ray symmetric-run: each task starts it, and it starts the workers"
+        launch.mark(words[0].line, "", text)
+    if is_ray or not _NO_TRAINING.fullmatch(words[0].text):
         launch.weight, launch.program, launch.args = 2, words[0], words[1:]
         launch.add("no-python", words[0])
 

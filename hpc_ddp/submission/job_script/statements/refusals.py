@@ -11,13 +11,19 @@ from hpc_ddp.submission.job_script.bash.quotes import split_quoted
 from hpc_ddp.submission.job_script.bash.words import Word, split_text
 from hpc_ddp.submission.job_script.launchers.launch import Launch
 from hpc_ddp.submission.job_script.launchers.option_names import is_launcher
-from hpc_ddp.submission.job_script.launchers.program_names import programs_follow_training
+from hpc_ddp.submission.job_script.launchers.program_names import (
+    may_be_function,
+    programs_follow_training,
+)
 from hpc_ddp.submission.job_script.secrets import is_secret, looks_secret
 from hpc_ddp.submission.job_script.statements.reader import Reader
 from hpc_ddp.submission.job_script.statements.requeues_and_deletions import (
     deletes_below_missing,
+    ends_in_place_of_requeue,
     only_tidies,
+    own_names,
     separate_requeue,
+    with_own_name,
 )
 from hpc_ddp.submission.job_script.statements.rules import (
     DECIDED,
@@ -85,7 +91,8 @@ class Refusals:
 
     def __init__(self, reader: Reader, launch: Launch | None, at: int, name: str) -> None:
         self._statements, self._node_variables = reader.statements, reader.node_variables
-        self.launch, self._launch_at, self._name = launch, at, name
+        self.launch, self._launch_at = launch, at
+        self._own_names = own_names((s.text for s in self._statements), name)
         # By name: the last assignment in the batch script, and the last definition.
         self.assigned = {s.name: s for s in self._statements if s.name and not s.in_task}
         self.functions = {s.defines: s for s in self._statements if s.defines}
@@ -259,6 +266,8 @@ class Refusals:
         """
         text, is_after = statement.text, index > self._launch_at
         is_settled = statement.name or self.find_reason(DECIDED, statement, is_after=True)
+        if not is_after and ends_in_place_of_requeue(with_own_name(text, self._own_names)):
+            return "hpc-ddp requeues the job; its exit guards the launch: setup, if needed"
         if is_after and not (self.launch or is_settled):
             return "behind a launch that is not taken over: setup or teardown"
         # A statement in a child shell, or in the text of a bash -c, that the training is not in.
@@ -335,8 +344,11 @@ class Refusals:
 
     def _names_launch(self, statement: Statement) -> bool:
         """Return whether a command has a whole launch or Python program as one of its words, as
-        ``run_with_retry "$LAUNCH"`` for a known value of LAUNCH. A print has none."""
+        ``run_with_retry "$LAUNCH"``; or may be a function that starts one, as ``step uv run
+        train.py`` (`may_be_function`). A print has none."""
         texts = [self._fill_in_values(word.text) for word in statement.words]
+        if re.search(r"\.py\b|\srun\s", statement.text) and may_be_function(statement.words):
+            return True
         is_print = PRINTS.match(statement.text) or re.match(r"(log|echo|tee)\w*\b", statement.text)
         return not is_print and any(" " in text and _STARTS.match(text) for text in texts)
 
@@ -370,9 +382,9 @@ class Refusals:
         """Return the reason of the first rule that fits a statement behind the launch (`is_after`)
         or before it; '' if none does.
 
-        The rules are applied to its text with the functions that it needs behind it, with ``$0``
-        for the script's file name, and with ``/tmp/…`` for a variable that is set to such a path
-        once, and by no file that a line between both loads.
+        The rules are applied to its text with the functions that it needs behind it, `own_names` as
+        ``$0``, an sbatch's variables as their known values, and with ``/tmp/…`` for a variable that
+        is set to such a path once, and by no file that a line between both loads.
         """
         text = "\n".join(s.text for s in with_functions(statement, self.functions))
         text = re.sub(r"\$\?|PIPESTATUS", "", text) if statement.uses_own_code else text
@@ -383,6 +395,6 @@ class Refusals:
             if at <= line and not any(at < load < line for load in self._loads)
         }
         text = re.sub(r"\$(?:(\w+)|\{(\w+)\})", lambda m: values.get(m[1] or m[2], m[0]), text)
-        if self._name:
-            text = re.sub(rf"(?<=[\s/\"']){re.escape(self._name)}(?=[\s\"';)]|$)", "$0", text)
+        text = self._fill_in_values(text) if "sbatch" in text else text
+        text = with_own_name(text, self._own_names)
         return first_reason(rules, text, is_after)

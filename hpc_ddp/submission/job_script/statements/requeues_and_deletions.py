@@ -38,6 +38,44 @@ def only_reports_or_requeues(node: Node) -> bool:
     return blocks.only_reports(node) or bool(re.search(REQUEUES, text) and not does_more(text))
 
 
+def ends_in_place_of_requeue(text: str) -> bool:
+    """Return whether bash code, `text`, that requeues the job ends it where it does not: its
+    ``exit`` does not stand behind the requeue, as that of ``[ -f a ] && sbatch $0 || exit``. Raise
+    as `syntax.parse`."""
+    if text.startswith("trap") or not re.search(REQUEUES, text):
+        return False
+    exits = (
+        c for c in syntax.commands_of(syntax.parse(text)) if _command_name(source(c)) == "exit"
+    )
+    return not all(map(_follows_requeue, exits))
+
+
+def own_names(texts: Iterable[str], name: str) -> set[str]:
+    """Return the names of the batch script's files: its `name`, if it is not '', and those of the
+    copies that a statement of the `texts` makes of it, as ``cp $0 a/run.sh``."""
+    script = rf"\$\{{?(?:0|BASH_SOURCE)\b\S*|(?:\S*/)?{re.escape(name or '$0')}[\"']?"
+    copies = (
+        re.match(rf"cp\s+(?:-\w+\s+)*[\"']?(?:{script})\s+\S*?([\w.-]+)[\"']?$", text)
+        for text in texts
+    )
+    return {name, *(match[1] for match in copies if match)} - {""}
+
+
+def with_own_name(text: str, names: Iterable[str]) -> str:
+    """Return bash code, `text`, with ``$0`` for each of the script's own file `names`."""
+    for name in names:
+        text = re.sub(rf"(?<=[\s/\"']){re.escape(name)}(?=[\s\"';)]|$)", "$0", text)
+    return text
+
+
+def _follows_requeue(command: Node) -> bool:
+    """Return whether a `command` stands behind one that requeues the job, which runs first."""
+    around = source(command.parent)
+    before = [n for n in command.parent.named_children if n.end_byte <= command.start_byte]
+    is_other_case = command.parent.type == "list" and "||" in around and "&&" in around
+    return not is_other_case and any(re.search(REQUEUES, source(node)) for node in before)
+
+
 def separate_requeue(statement: Statement, functions: Mapping[str, Statement]) -> None:
     """Take the commands that requeue the job out of a statement's text, if that does more: a ``:``
     stands in their place. Where they stand in a trap, or in one of the `functions` (by name) that

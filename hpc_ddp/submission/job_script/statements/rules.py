@@ -71,7 +71,7 @@ FINALLY = Limit(
 # A job submits itself: by its name, or, behind another one, by a variable.
 REQUEUES = (
     r"scontrol\s+requeue|\bsbatch\s[^\n;]*(\$\{?0|BASH_SOURCE"
-    r"|(--dependency|-d)\b[^\n;]*\s[\"']?\$\{?(?!SLURM_JOB_?ID)\w)"
+    r"|(--dependency|-d)\b[^\n;]*\s[\"']?\$\{?(?!SLURM_JOB_?ID)\w+\}?(?![\w/.]))"
 )
 # Texts that a command prints, as one on the script's usage, messages of ${A:?…}, here-documents and
 # comments: no command is in them.
@@ -110,6 +110,7 @@ _COPIES_BY_SSH = (
 # Each with the pattern of a text, the places where it counts (`is_after` the launch), and a reason.
 Rules = tuple[tuple[str, tuple[bool, ...], str], ...]
 REFUSED: Rules = (
+    (r".*<\{\{", _AROUND, "${{: a template's brace, or a bad substitution: fill it in"),
     (rf"(?!.*({REQUEUES}))(?!{PRINTS_ON_ERROR}\s*(\n|$)|{_PRINTS_ON_SIGNAL})"
      rf"(?!{ON_EXIT.pattern})trap\s", _AROUND,
      "a trap: notices reach the workers; clean-up: teardown = […]"),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hpc_ddp.submission.job_script.conversion import LOST, Conversion
+from hpc_ddp.submission.job_script.conversion import LOST, TAKEN, Conversion
 from hpc_ddp.submission.job_script.importer import import_script
 
 HERE = Path("/home/me/project")
@@ -121,3 +121,50 @@ def test_a_note_names_a_tool_that_only_the_job_knows() -> None:
     result = of_text("if [ -e /a ]; then C=apptainer; else C=singularity; fi", line)
     assert "container-tool" not in result.settings()
     assert any("container-tool = …" in text for _, text in result.notes)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "run python -u -m pkg.train --lr 1",
+        'log_run "train" python train.py',
+        'run_step "$NAME" uv run train.py',
+    ],
+)
+def test_a_name_before_a_program_may_be_a_function_of_a_file(line: str) -> None:
+    result = of_text("source lib.sh", line)
+    assert result.group(3) == (LOST, "it may be the launch: script = …, args = […]")
+    assert "script" not in result.settings()
+    assert of_text("xvfb-run python train.py").settings()["script"] == "xvfb-run"
+
+
+def test_a_brace_of_a_template_is_a_row_of_its_own() -> None:
+    lines = 'export A="${{P}}/b"', 'export B="0x${{P}},${{Q}}"', "awk '{print \"${{P}}\"}' b"
+    result = of_text(
+        *lines, 'torchrun train.py "${{P}}/a" --lr 1', "cat > x <<'E'", '"${{P}}"', "E"
+    )
+    assert [result.group(n)[0] for n in (2, 3, 4)] == [LOST, LOST, TAKEN]
+    assert "a template's brace" in result.group(2)[1]
+    assert "${{P}}/a: it needs a value of yours" in losses(result)
+    settings = result.settings()
+    assert (settings["script"], settings["setup"]) == ("train.py", [lines[2]])
+    assert settings["teardown"] == ["cat > x <<'E'\n\"${{P}}\"\nE"]
+
+
+@pytest.mark.parametrize("value", ["${SLURM_GPUS_ON_NODE:-4}", "${SLURM_GPUS_ON_NODE}"])
+def test_a_second_default_of_a_number_is_not_used(value: str) -> None:
+    lines = "#SBATCH --gpus-per-node=2", f'N="{value}"', 'N="${N:-4}"'
+    result = of_text(*lines, 'torchrun --nproc_per_node="$N" train.py')
+    assert not losses(result)
+    unknown = of_text(lines[1], lines[2], 'torchrun --nproc_per_node="$N" train.py')
+    assert "only the job knows" in losses(unknown)
+
+
+def test_ray_with_the_program_behind_is_the_program_of_each_node() -> None:
+    lines = "#SBATCH --nodes=2 --gpus-per-node=2 --ntasks-per-node=1", "A=$(hostname):6379"
+    result = of_text(*lines, 'srun ray symmetric-run --address "$A" -- python -m pkg.train')
+    settings = result.settings()
+    assert (settings["script"], settings["nproc-per-node"]) == ("ray", 1)
+    assert settings["args"][:3] == ["symmetric-run", "--address", "$A"]
+    assert "starts the workers" in str(result.notes)
+    assert "script" not in of_text("srun ray status").settings()

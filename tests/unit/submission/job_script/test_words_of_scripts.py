@@ -755,6 +755,8 @@ def test_gpus_of_a_script_without_a_number_of_nodes(options: str) -> None:
                 "sbatch --dependency=afterany:$SLURM_JOB_ID $SCRIPT",
                 'sbatch -d afterany:$SLURM_JOB_ID "$PWD/job.sh"',
                 "bash -c 'sbatch job.sh'",
+                "if [ -z $N ]; then sbatch $0; exit; fi",
+                "sbatch $0 || exit 1",
             )
         ),
         *(
@@ -764,8 +766,20 @@ def test_gpus_of_a_script_without_a_number_of_nodes(options: str) -> None:
                 "sbatch -p x a.sh 1",
                 "J=$(sbatch --parsable a.sh)",
                 "sbatch my-job.sh",
+                "sbatch --dependency=afterany:$SLURM_JOB_ID $D/a.sh",
             )
         ),
+        *(
+            ((text, TRAIN), 3, LOST, "its exit guards the launch")
+            for text in (
+                'if [ -f a ]; then sbatch "$0"; else exit 1; fi',
+                "[ -f a ] && sbatch job.sh || exit 0",
+                "if [ -f a ]; then exit 0; else sbatch -d afterany:$SLURM_JOB_ID $0; fi",
+            )
+        ),
+        (("D=/x", "cp a.sh $D/b.sh", "sbatch $D/b.sh", TRAIN), 5, LOST, "submits another job"),
+        (("D=/x", "cp $0 $D/b.sh", "sbatch $D/b.sh", TRAIN), 5, OURS, "requeued until"),
+        (("S=a.sh", "sbatch -d afterany:$SLURM_JOB_ID $S", TRAIN), 4, LOST, "another job"),
         (("#SBATCH -N 2 --gpus=3", TRAIN), 3, LOST, "3 GPUs on 2 nodes"),
         (("export SLURM_EXPORT_ENV=ALL", TRAIN), 3, OURS, "the step has"),
         (("A=$(x)", "B=c/$A", "A=2", 'srun bash -c "python a.py $B"'), 6, LOST, "set anew before"),
