@@ -30,7 +30,7 @@ from hpc_ddp.live_jobs import (
     process_of,
     read_queue,
 )
-from hpc_ddp.report.status.run_state import spec_of
+from hpc_ddp.report.status.run_state import RunState, state_of_array
 from hpc_ddp.slurm_text import QueuedJob
 
 QUEUE_LOOKS = 10  # at the queue after a scancel, a second apart
@@ -87,21 +87,13 @@ def _is_finished_but_live(run: RunFolder) -> bool:
     journal of a finished run does not prove that all is over. Raise UsageError for a finished run
     on which nothing works, OSError where a journal can't be read."""
     events = run.events()
-    if not is_finished(events) and not _are_tasks_finished(run):
+    tasks = run.tasks()
+    is_finished_array = bool(tasks) and state_of_array(run, tasks)[0] is RunState.FINISHED
+    if not is_finished(events) and not is_finished_array:
         return False
     if has_ended_for_good(events) or describe_work(run, read_queue(), guesses=False) is None:
         raise UsageError(f"run {run.path} is finished", hint=f"hpc-ddp status {run.quoted}")
     return True
-
-
-def _are_tasks_finished(run: RunFolder) -> bool:
-    """Return whether a run is an array all of whose tasks are finished. Raise OSError where a
-    journal can't be read."""
-    spec = spec_of(run)
-    if spec is None or not spec.array or run.is_task:
-        return False
-    tasks = {task.index: task for task in run.tasks()}
-    return all(index in tasks and tasks[index].finished() for index in spec.indexes(tasks))
 
 
 @dataclass(frozen=True)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from hpc_ddp.core import checkpoints
-from hpc_ddp.core.file_io import read_text
+from hpc_ddp.core.file_io import list_names, read_text
 from hpc_ddp.core.job.options import JobSpec
 from hpc_ddp.core.journal.events import Submitted
 from hpc_ddp.core.journal.fields import to_number
@@ -76,22 +76,15 @@ def read_tasks(run: RunFolder, queue: Queue) -> list[Task]:
     folders = {task.index: task for task in run.tasks()}
     jobs = [queue.find(job, run) for job in run.jobs(run.events())]
     states = {state_of_job(job.state) for job in jobs if job} - {None}
+    # A task whose job has an output, and is over, has ended before its attempt if it has none.
+    outputs = frozenset() if states else frozenset(list_names(run.logs))
     tasks = []
     for index in spec.indexes(folders):
+        state = RunState.LOST if f"slurm-{index}.out" in outputs else RunState.NOT_BEGUN
+        state = RunState.WAITING if RunState.WAITING in states else state
         trial = spec.trials[index] if spec.trials else {}
-        state = _state_before_attempt(run, index, states)
         tasks.append(_read_task(index, trial, folders.get(index), queue, state))
     return tasks
-
-
-def _state_before_attempt(run: RunFolder, index: int, states: Set[RunState | None]) -> RunState:
-    """Return the state of task `index` of the array `run`, had it no attempt; `states` are those of
-    the array's jobs that are not over. A task whose job has an output, and is over, has ended
-    before its attempt, as in its set-up lines."""
-    if RunState.WAITING in states:
-        return RunState.WAITING
-    has_output = (run.logs / f"slurm-{index}.out").exists()
-    return RunState.LOST if has_output and not states else RunState.NOT_BEGUN
 
 
 def _read_task(

@@ -141,7 +141,7 @@ def _find_state_of_own(
         return _OF_JOB[job.state], job.reason if is_waiting else job.nodes
     tasks = run.tasks()
     if tasks and not (isinstance(last, Started) and process.is_live(last.process)):
-        return _state_of_array(run, tasks)
+        return state_of_array(run, tasks)
     if last is None:
         return RunState.RENDERED, "never submitted"
     if isinstance(last, VerdictGiven):
@@ -157,7 +157,7 @@ def _has_final_verdict(last: JournalEvent | None) -> bool:
     return isinstance(last, VerdictGiven) and is_final(last)
 
 
-def _state_of_array(run: RunFolder, tasks: Sequence[RunFolder]) -> tuple[RunState, str]:
+def state_of_array(run: RunFolder, tasks: Sequence[RunFolder]) -> tuple[RunState, str]:
     """Return the state of an array of which `tasks` have begun, and a text on how many are
     finished. The state is ``finished`` once all tasks of the array are, else ``array``, also where
     job.json is broken. Raise OSError where a task's journal can't be read."""

@@ -105,8 +105,10 @@ class EndedStart:
         """Have Slurm make `changes` of the job that goes on (`change_job`). Its pause is noted
         until Slurm has taken it: a busy Slurm may start the job before, and such a start is put off
         once (`vain_start.keep_pause`). A disk that refuses the note is passed over."""
-        pauses, task = self.run.pauses, self.environ.get("SLURM_ARRAY_TASK_ID")
-        own_name = f"{job_id}_{task}" if task and "_" not in job_id else job_id  # as `own_id` there
+        pauses, own_name = self.run.pauses, job_id
+        if job_id != self.job_id:  # a new job, in which a task has an id of its own
+            ids = {"SLURM_JOB_ID": job_id, "SLURM_ARRAY_JOB_ID": job_id}
+            own_name = own_id({**self.environ, **ids})
         with suppress(OSError):
             if self.pause_s and not self.is_early:
                 write_json(pauses, {own_name: time.time() + self.pause_s})

@@ -47,7 +47,7 @@ _PROGRAM = re.compile(
 _LAUNCHER = re.compile(
     r"\b((torchrun\S*|deepspeed|accelerate|srun|mpirun|mpiexec|ibrun)\s|torch\.distributed\.)"
 )
-# Commands on a machine's PATH that start the program behind them, and are no `LAUNCHERS`.
+# Commands of any shell that start the program behind them, or print it, and are no `LAUNCHERS`.
 _STARTS_OTHERS = re.compile(
     r"xvfb-run|rye|pipx|dotenv|doppler|dvc|wandb|ray|ncu|rocprof\S*|perf|strace|echo|printf"
 )
